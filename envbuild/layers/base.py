@@ -37,9 +37,9 @@ _OCI_TYPES = {"none": OCI_LAYER, "gzip": OCI_LAYER_GZIP, "zstd": OCI_LAYER_ZSTD}
 class BaseImage(Generic[M]):
     """The lowest layers of an image and their properties.
 
-    `interpreter` is an absolute path in the image, `python_version` as exact as is known without running it; with conda
-    packages, they are those of conda's Python. `config` is the `config` object of an existing image's configuration.
-    `system_packages` is whether the environment sees the packages that the base has installed for its interpreter.
+    `interpreter` is its absolute path in the image, `python_version` its version, maybe without the patch release; with
+    conda packages, both describe conda's Python. `config` is the `config` object of an existing image's configuration.
+    `system_packages` tells whether the environment sees the packages that the base has installed for its interpreter.
     """
 
     name: str
@@ -54,7 +54,7 @@ class BaseImage(Generic[M]):
 def base_image(
     plan: Plan, compiler: Compiler | None, environment: Environment, maker: LayerCache[M], *, offline: bool
 ) -> BaseImage[M]:
-    """Return the base of `plan`, with its layers in the store. Raises BuildError when a part of it is not available."""
+    """Return the base of `plan`, with its layers in the store. Raises BuildError when a part is not available."""
     assert plan.base is not None
     if isinstance(plan.base.base, OciLock):
         return _existing(plan, plan.base.base, environment, maker)
@@ -102,7 +102,7 @@ def _conda_python(plan: Plan) -> tuple[str, str]:
 
 
 def locked_files(lock: DebianLock, mtime: int, environment: Environment, *, offline: bool) -> Tree:
-    """Return the tree of the packages in `lock`, downloaded if needed. Raises BuildError if no archive has one."""
+    """Return the tree of the packages in `lock`, downloaded if needed. Raises BuildError for an unavailable package."""
     from envbuild.debian.base import fetch_debs
     from envbuild.debian.release import debian_client
     from envbuild.debian.rootfs import debian_tree

@@ -5,9 +5,9 @@ takes half the time. The files are timestamp-based (PEP 552) with the layer's fi
 inside a container takes effect.
 
 Bytecode must be the same on every machine, but marshal's output depends on the other objects in its process
-(python/cpython#78274). So processes that import only built-in modules compile it, each with a fixed hash seed and a
-fixed share of the modules, regardless of the number of processors. They intern all strings of one character, which
-exist once in a process: whether an import at the start interned one depends on the bytecode that is beside the library.
+(python/cpython#78274). Therefore processes that import only built-in modules compile it, each with a fixed hash seed
+and a fixed share of the modules, regardless of the number of processors. They intern all one-character strings first,
+because imports at start-up may intern some of these, depending on the bytecode in the standard library.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ _Compiled = list[tuple[str, int, bytes]]  # (path, size of the source, code)
 class Compiler:
     """An interpreter that compiles bytecode: its path, full version, cache tag and magic number.
 
-    One that is no host's begins its command lines with `start`, and has its library below `home`. It may have to be
-    provided first: `provide` then returns it with its path.
+    `start` are the first words of its command lines and `home` is the folder of its library, if it is not installed on
+    this host. If it must be unpacked first, `provide` returns it with its path.
     """
 
     python: str
@@ -84,21 +84,20 @@ class Compiler:
 
     @property
     def identity(self) -> str:
-        """The properties that determine the bytecode besides the source."""
+        """Properties that determine the bytecode, in addition to the source."""
         return f"{self.tag} {self.version} {self.magic.hex()} {_RULES}"
 
 
 def compiler_of(python: HostPython) -> Compiler:
-    """Return the compiler that `python` is."""
+    """Return the compiler for the interpreter `python`."""
     return Compiler(python.path, python.version, python.tag, bytes.fromhex(python.magic))
 
 
 def with_bytecode(tree: Tree, compiler: Compiler | None, below: Sequence[str], mtime: int) -> Tree:
     """Yield `tree`, then the bytecode of every module under the folders `below`.
 
-    Without a compiler, yield `tree` only. Tests, and a module that does not compile (templates, other Python versions),
-    have no bytecode. Raises HostError when the interpreter dies, BuildError when it cannot be
-    fetched or the temporary file cannot be written.
+    Without a compiler, yield `tree` only. Tests are not compiled; modules that do not compile (templates) are skipped.
+    Raises HostError when the interpreter dies, BuildError when it or a temporary file is not available.
     """
     if compiler is None:
         yield from tree
@@ -142,7 +141,7 @@ def _no_room(error: OSError) -> BuildError:
 
 
 class _Pool:
-    """A pool of compiling processes that receive the modules in shares; the results are in a temporary file."""
+    """Pool of compiler processes that receive the modules in shares; the results are in a temporary file."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler.provide() if compiler.provide else compiler

@@ -26,7 +26,7 @@ Frame = list[tuple[Entry, BytesIO | None]]
 
 
 class Sized(Protocol):
-    """A located package of any kind; `size` is that of its file in bytes."""
+    """Package file of any kind on this host; `size` is its size in bytes."""
 
     @property
     def name(self) -> str: ...
@@ -38,7 +38,7 @@ S = TypeVar("S", bound=Sized)
 
 
 def alone(*kinds: Sequence[Sized]) -> list[int]:
-    """Return the number of packages of each kind with a dedicated layer: the largest ones across all kinds."""
+    """Return, per kind, the number of packages that get a dedicated layer: the largest ones across all kinds."""
     large = [
         (-package.size, package.name, number)
         for number, packages in enumerate(kinds)
@@ -50,7 +50,7 @@ def alone(*kinds: Sequence[Sized]) -> list[int]:
 
 
 def groups(packages: Sequence[S], alone: int) -> list[list[S]]:
-    """Return the packages of each layer: the `alone` largest ones, largest first, and the others, sorted by name."""
+    """Return the packages of each layer: the `alone` largest ones, one per layer, then all others by name."""
     by_size = sorted(packages, key=lambda package: (-package.size, package.name))
     small = sorted(by_size[alone:], key=lambda package: package.name)
     return [*([package] for package in by_size[:alone]), *([small] if small else [])]
@@ -65,7 +65,7 @@ def title_of(packages: Sequence[tuple[str, str]]) -> str:
 def wheel_parts(
     wheels: Sequence[WheelFile], scheme: Scheme, compiler: Compiler | None, mtime: int, alone: int
 ) -> list[LayerRequest]:
-    """Return the layers of `wheels`: each of the `alone` largest wheels in its own, the others in the last one."""
+    """Return the layers of `wheels`: one for each of the `alone` largest wheels, and the last layer for all others."""
     return [_wheel_part(group, scheme, compiler, mtime) for group in groups(wheels, alone)]
 
 
@@ -83,7 +83,7 @@ def _wheel_part(group: list[WheelFile], scheme: Scheme, compiler: Compiler | Non
 
 
 def _without_overwritten(group: Sequence[WheelFile], scheme: Scheme, mtime: int) -> Tree:
-    """Yield the files of the group's wheels; when several have a path, only the last one's, as installers leave it."""
+    """Yield the files of the group's wheels; if several wheels have a path, only the last wheel's file."""
     if len(group) == 1:
         yield from wheel_tree(group[0].path, scheme, mtime)
         return

@@ -1,4 +1,4 @@
-"""The locked conda packages on this host: their files, and what the metadata of a package says.
+"""Locked conda packages on this host: their files and metadata.
 
 Sources: conda's "Package specification" (info/index.json, paths.json, link.json; conda-build writes paths.json since
 2017); conda-package-handling, "The .conda format": a zip with the stored members metadata.json,
@@ -34,9 +34,9 @@ _POINT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class PackagePath:
-    """A path that a package installs, and the text in its file that the prefix replaces, as `mode` says.
+    """Path that a package installs, and the placeholder in its file that the prefix replaces.
 
-    `placeholder` is "" if nothing is replaced, `mode` is "text" or "binary".
+    `placeholder` is "" if nothing is replaced; `mode` of the replacement is "text" or "binary".
     """
 
     path: str
@@ -46,7 +46,7 @@ class PackagePath:
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """The metadata of a package: its index.json, and the paths that it installs."""
+    """Metadata of a package: its index.json, and the paths that it installs."""
 
     index: dict[str, Any]
     paths: tuple[PackagePath, ...]
@@ -55,7 +55,7 @@ class Info:
 def locate_conda(
     packages: Sequence[CondaPackage], environment: Environment, *, offline: bool
 ) -> list[tuple[CondaPackage, Path]]:
-    """Return the file of each of `packages`, in order. Raises BuildError for packages that no source has."""
+    """Return the files of `packages`, in order. Raises BuildError for unavailable packages."""
     from envbuild.store.fetch import CondaArchive, fetch_archives
 
     wanted = [CondaArchive(package.url, package.sha256) for package in packages]
@@ -68,7 +68,7 @@ def locate_conda(
 def read_info(package: Path) -> Info:
     """Return the metadata of `package` without reading its files. Raises BuildError for a damaged package.
 
-    Names in it that lead outside of the prefix are refused: installers do not check all of them.
+    Paths that lead outside of the prefix are refused, because installers do not check all of them.
     """
     found: dict[str, bytes] = {}
     with contextlib.closing(_members(package)) as items:
@@ -96,7 +96,7 @@ def _clean(name: str, package: str) -> str:
 
 
 def _members(package: Path) -> Generator[tuple[Member, Readable | None], None, None]:
-    """Yield the members of the part with the metadata; all members of a .tar.bz2, which has no parts."""
+    """Yield the members of a .conda's metadata archive; for a .tar.bz2, yield all members."""
     name, kind = package.name, "conda package"
     with reading(name, kind), contextlib.ExitStack() as stack:
         if name.endswith(".tar.bz2"):

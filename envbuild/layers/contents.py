@@ -35,7 +35,7 @@ _DAMAGE = (zipfile.BadZipFile, zlib.error, LZMAError, EOFError, RuntimeError, Va
 
 @contextlib.contextmanager
 def reading(name: str, kind: str) -> Iterator[None]:
-    """Turn an error in the archive `name`, which should be a `kind` ("wheel", "conda package"), into a BuildError."""
+    """Raise BuildError for errors in the archive `name`; `kind` ("wheel", "conda package") is its expected kind."""
     try:
         yield
     except _DAMAGE as error:
@@ -56,7 +56,7 @@ class Guarded(io.RawIOBase):
 
 
 class Joined:
-    """Bytes, followed by the rest of a content."""
+    """Stream of some bytes, followed by the rest of another stream."""
 
     def __init__(self, head: bytes, rest: Readable) -> None:
         self._head, self._rest = head, rest
@@ -70,7 +70,7 @@ class Joined:
 
 
 class HashedContent:
-    """A content that is hashed while it is read; `size` is the number of bytes so far."""
+    """Stream that is hashed while it is read; `size` is the number of bytes read so far."""
 
     def __init__(self, content: Readable) -> None:
         self._content, self._sha256, self.size = content, hashlib.sha256(), 0

@@ -1,4 +1,4 @@
-"""The compiler of an image's bytecode: a Python of this host, else the Debian base's own, which runs from the store."""
+"""Compiler of an image's bytecode: a Python of this host, else the Debian base's Python, unpacked in the store."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def image_compiler(
 ) -> Compiler | None:
     """Return the compiler of the bytecode of an image with the base of `lock`, None for an image without bytecode.
 
-    It is envbuild's own Python, or another one of this host, of the version `python`, else the base's own if this host
-    can run it. That one is fetched and unpacked when it first compiles: an image of cached layers does not need it.
+    It is envbuild's own or another Python of this host with the version `python`, else the base's Python if this host
+    can run it. The latter is unpacked at its first use: an image of cached layers does not need it.
     """
     # Two users of one envbuild get the same bytes, whatever is on their PATH.
     if found := own_python(python) or find_python(python, environment):
@@ -51,7 +51,7 @@ def image_compiler(
 
 
 def _planned(lock: DebianLock, python: str) -> Compiler | None:
-    """Return the base's Python as its lock tells it, without a program; None if its version is not known."""
+    """Return the base's Python from the data of its lock, without a path; None if its version is unknown."""
     version = next((deb.version for deb in lock.packages if deb.name == f"python{python}-minimal"), "")
     found = re.match(r"\d+(\.\d+){2}", version)
     magic = MAGIC.get(python)
@@ -59,7 +59,7 @@ def _planned(lock: DebianLock, python: str) -> Compiler | None:
 
 
 def _unpacked(lock: DebianLock, own: Compiler, python: str, environment: Environment, offline: bool) -> Compiler:
-    """Return `own` with its program, unpacked in the store. Raises BuildError, and HostError when it does not run."""
+    """Unpack the base's Python in the store; return `own` with its path. Raises BuildError or HostError."""
     wanted = re.compile(_PACKAGES.format(python=re.escape(python)))
     some = replace(lock, packages=tuple(deb for deb in lock.packages if wanted.fullmatch(deb.name)))
     digest = json_digest([[deb.name, deb.sha256] for deb in some.packages]).partition(":")[2]

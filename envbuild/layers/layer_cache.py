@@ -138,11 +138,11 @@ class LayerCache(Protocol[M]):
     def log(self) -> Log: ...
 
     def expect(self, parts: Sequence[LayerRequest]) -> None:
-        """Begin to fetch those of `parts` that the store lacks from the team's cache, if there is one."""
+        """Begin to fetch `parts` that are missing in the store from the team's cache, if there is one."""
         ...
 
     def part(self, part: LayerRequest) -> M:
-        """Return the layer of `part`, from the store if it exists there. Raises BuildError if it cannot be written."""
+        """Return the layer of `part` from the store, or write it. Raises BuildError if it cannot be written."""
         ...
 
     def blob(self, layer: Layer, title: str) -> M:
@@ -223,9 +223,9 @@ def cached(
     store: Store,
     log: Log,
 ) -> M:
-    """Return the layer that `known` finds, here or in the team's cache, else `write` it while others wait.
+    """Return the layer that `known` finds in the store or the team's cache, else `write` it under a lock.
 
-    Raises BuildError if that fails.
+    Raises BuildError if writing fails.
     """
     found = known()
     if found is not None:

@@ -59,7 +59,7 @@ _GUARD = 'trap "trap - TERM; kill -KILL 0" TERM; "$@" & wait $!'
 
 
 def build_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a build on this host gets from `variables`."""
+    """Return the `variables` that are passed to a build on this host."""
     kept = {name: value for name, value in variables.items() if name in _KEPT or name.startswith(_KEPT_PREFIXES)}
     kept.setdefault("PATH", os.defpath)
     return kept
@@ -137,7 +137,7 @@ class LocalBuildHost:
 
 
 def check_path(folder: Path) -> None:
-    """Raise HostError if the path has a character that configure, make or the linker's options take as syntax."""
+    """Raise HostError if the path contains a character with a meaning for configure, make or the linker's options."""
     if set(str(folder)) & set("\\\"#$&'`, \t\n"):
         raise HostError(
             f"source layers cannot be compiled in {str(folder)!r}: its path has a blank or one of \\ \" # $ & ' ` ,",
@@ -149,7 +149,7 @@ def check_path(folder: Path) -> None:
 def local_build_host(work: Path, variables: Mapping[str, str]) -> Iterator[LocalBuildHost]:
     """Yield this host as the build host, with the work folder `work` and the variables for compilers and modules.
 
-    Raises HostError if the path of `work` is not one to compile in.
+    Raises HostError if the path of `work` is unsuitable for builds.
     """
     check_path(work)
     yield LocalBuildHost(work, build_variables(variables))

@@ -1,4 +1,4 @@
-"""The user's own code, `[project]` of a recipe: its files, and the wheel of them that artifacts get last.
+"""The user's own code, `[project]` of a recipe: its files, and their wheel, the last step of an artifact.
 
 The wheel is kept in the store by the digest of the files. Sources: PEP 517 (build back ends), git-ls-files(1),
 gitignore(5); reproducible-builds.org, "SOURCE_DATE_EPOCH"; Python's documentation of site (.pth files).
@@ -52,7 +52,7 @@ _ENVIRONMENTS = ("pyvenv.cfg", "conda-meta", "envbuild.json")
 def collect(loaded: LoadedRecipe, environment: Environment, *, editable: bool = False) -> OwnCode | None:
     """Return the project of a recipe with its files, None without one. Raises RecipeError when it has no Python file.
 
-    Tracked files that were changed count as they are; untracked Python files are reported.
+    Modified tracked files are used with their modifications; untracked Python files are reported.
     """
     code, table = loaded.code, loaded.recipe.project
     if code is None or table is None:
@@ -89,9 +89,9 @@ def collect(loaded: LoadedRecipe, environment: Environment, *, editable: bool = 
 
 
 def _git(where: str, variables: Mapping[str, str], root: Path, *words: str) -> str | None:
-    """Return what git says in `root`, None if it is in no work tree, there is no git, or git does not read it.
+    """Return git's output in `root`; None if git is missing, or `root` is in no work tree that git may read.
 
-    Raises RecipeError if git then cannot list the files: all of them would be taken instead.
+    Raises RecipeError if git cannot list the files, because otherwise all files would be used.
     """
     with contextlib.suppress(HostError):
         done = run_git(root, *words, variables=variables)
@@ -109,7 +109,7 @@ def _git(where: str, variables: Mapping[str, str], root: Path, *words: str) -> s
 def _is_dirty(root: Path, git: Callable[..., str | None]) -> bool:
     """Return whether tracked files in `root`, or in its submodules, changed since the commit.
 
-    Each submodule is asked on its own: git would read it with the programs that the submodule's configuration names.
+    git runs separately in each submodule: otherwise it would run programs that the submodule's configuration names.
     """
     if git(root, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=dirty", "--", "."):
         return True
@@ -136,10 +136,10 @@ def _is_source(here: str, name: str) -> bool:
 
 
 def project_wheel(plan: Plan, environment: Environment, *, offline: bool) -> tuple[str, str, Path] | None:
-    """Return name, version and wheel of the plan's project, from the store or built now; None without a project.
+    """Return name, version and wheel of the plan's project, built if the store lacks it; None without a project.
 
-    Raises BuildError when its build back end fails, when the files change meanwhile, or when the wheel does not suit
-    the plan; RecipeError when a locked package has its name.
+    Raises BuildError when its build back end fails, when its files change during the build, or when the wheel is not
+    compatible with the plan; RecipeError when a locked package has its name.
     """
     code, store = plan.project, environment.store
     if code is None:
@@ -226,7 +226,7 @@ def _built(code: OwnCode, work: Path, plan: Plan, environment: Environment, offl
 
 
 def _editable(code: OwnCode, wheel: Path) -> Path:
-    """Return a wheel with the metadata of `wheel`, and a .pth file with the folders of its modules instead of these."""
+    """Return an editable wheel: the metadata of `wheel`, and a .pth file with the source folders instead of modules."""
     folders = [code.root.parents[code.module.count(".")]] if code.module else [code.root, code.root / "src"]
     with zipfile.ZipFile(wheel) as archive:
         info, names = _info(archive), [name for name in archive.namelist() if not name.endswith("/")]
@@ -251,7 +251,7 @@ def _info(archive: zipfile.ZipFile) -> str:
 
 
 def _checked(code: OwnCode, wheel: Path, plan: Plan) -> tuple[str, str]:
-    """Return name and version of `wheel`; raise an error if it has no module, or does not suit the rest of `plan`."""
+    """Return name and version of `wheel`; raise an error if it has no module or is incompatible with `plan`."""
     # An existing base may have packages that no lock has.
     whole = plan.image is None or plan.image.base == "debian" or plan.conda
     with reading(wheel.name, "wheel"), zipfile.ZipFile(wheel) as archive:

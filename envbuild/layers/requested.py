@@ -28,10 +28,10 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True, slots=True)
 class RequestedLayers:
-    """The layers of a recipe for one target; `builder` is the lock of the image that builds `sources`, if any.
+    """Requested layers of a recipe for one target; `builder` is the lock of the image that builds `sources`, if any.
 
-    `expected` are packages that a lock may have from source; `built` returns those of a lock, which `bind_to_lock` adds
-    to `sources`. `identity` returns the `environment` of a layer's build.
+    `expected` are packages that may be locked from source; `built` returns the layers of those in a lock, which
+    `bind_to_lock` adds to `sources`. `identity` returns the value of a layer's `environment`.
     """
 
     sources: tuple[SourceLayer, ...] = ()
@@ -43,7 +43,7 @@ class RequestedLayers:
 
     @property
     def every(self) -> tuple[SourceLayer, ...]:
-        """The layers of [layers], and those that may come from a lock."""
+        """Layers of [layers], and layers of packages that may be locked from source."""
         return self.sources + self.expected
 
 
@@ -65,7 +65,7 @@ def requested_layers(loaded: LoadedRecipe, target: Target) -> RequestedLayers:
 
 
 def for_host(loaded: LoadedRecipe, target: Target, environment: Environment) -> RequestedLayers:
-    """Return the layers of an environment on this host, which builds them with its own compilers."""
+    """Return the layers of an environment, to be built on this host with its own compilers."""
     found = requested_layers(loaded, target)
     if not found.every:
         return found
@@ -88,7 +88,7 @@ def _of(layers: RequestedLayers, identity: Callable[[SourceLayer], str]) -> Requ
 
 
 def bind_to_lock(layers: RequestedLayers, lock: Lock | CondaLock) -> RequestedLayers:
-    """Add the packages that `lock` has from source to `layers`, and bind Python projects to its other packages."""
+    """Add the source-built packages of `lock` to `layers`, and bind Python projects to its other packages."""
     built = (replace(one, environment=layers.identity(one)) for one in layers.built(lock))
     layers = replace(layers, sources=(*layers.sources, *built), expected=())
     if not any(one.system == "wheel" for one in layers.sources):
@@ -113,7 +113,7 @@ def bind_to_lock(layers: RequestedLayers, lock: Lock | CondaLock) -> RequestedLa
 
 
 def before_environment(layers: RequestedLayers) -> RequestedLayers:
-    """Return the layers that can be built without an environment: no Python projects, and none that require them."""
+    """Return the layers that can be built without an environment: no Python projects, and none that require these."""
     late: set[str] = set()
     for one in layers.sources:  # each layer comes after those it requires
         if one.system == "wheel" or late.intersection(one.requires):
@@ -124,9 +124,9 @@ def before_environment(layers: RequestedLayers) -> RequestedLayers:
 def for_image(
     loaded: LoadedRecipe, target: Target, environment: Environment, **use: Unpack[LockUse]
 ) -> RequestedLayers:
-    """Return the layers of an image, which are built in a builder image, whose lock is written if missing or stale.
+    """Return the layers of an image, to be built in a builder image; its lock is written if missing or stale.
 
-    Raises LockError when `locked` is set and there is no such lock, UsageError for a layer that needs the nodes.
+    Raises LockError when `locked` is set and the lock is missing or stale, UsageError for a layer that needs the nodes.
     """
     found = requested_layers(loaded, target)
     if not found.every:
@@ -161,7 +161,7 @@ def check_here(layers: RequestedLayers, environment: Environment) -> None:
 
 
 def check_for_image(layers: RequestedLayers) -> None:
-    """Raise UsageError for a layer that is built with one of the nodes, which images lack."""
+    """Raise UsageError for a layer that is built against a host layer, because images do not contain host layers."""
     hosts = {one.name: one for one in layers.hosts}
     for one in layers.sources:
         outside = next((hosts[name] for name in one.requires if name in hosts), None)

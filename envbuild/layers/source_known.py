@@ -44,7 +44,7 @@ class Known:
 
 
 def source_layers(loaded: LoadedRecipe, target: Target) -> tuple[tuple[SourceLayer, ...], tuple[HostLayer, ...]]:
-    """Return the source layers of `target`, each after those it requires, and its host layers. Raises RecipeError."""
+    """Return the source layers of `target` in topological order, and its host layers. Raises RecipeError."""
     tables = {name: table for name, table in loaded.recipe.layers.items() if table.for_target(target.name)}
     kinds = {name: layer_kind(name, table) for name, table in tables.items()}
     wanted = {name: table for name, table in tables.items() if kinds[name] == "source"}
@@ -132,20 +132,20 @@ def front_end() -> tuple[LockedPackage, ...]:
 
 
 def _key(option: str) -> str:
-    """Return the subject of an option: --without-x has the subject --with-x. It is the key for replacing options."""
+    """Return the key by which options replace each other: --with-x for both --with-x and --without-x."""
     name = _NEGATED.sub(lambda match: _POSITIVE[match[0]], option.partition("=")[0])
     # HOROVOD_WITHOUT_MPI=1 has the subject HOROVOD_WITH_MPI.
     return _NEGATED_VARIABLE.sub(r"\1WITH_", name)
 
 
 def _others(options: Sequence[str], replaced: Sequence[str]) -> list[str]:
-    """Return `options` without those that have the subject of one of `replaced`."""
+    """Return the `options` that have no key in common with `replaced`."""
     subjects = {_key(option) for option in replaced}
     return [option for option in options if _key(option) not in subjects]
 
 
 def _known(name: str, fabric: str, target: Target) -> Known:
-    """Return the known source `name` with the additions for this fabric and target, all defaults if it is unknown."""
+    """Return the known source `name` with additions for this fabric and target; unknown sources have default values."""
     table = load_table("sources")["sources"].get(name)
     if table is None:
         return Known()
@@ -211,7 +211,7 @@ def _wheels(rows: Mapping[str, Sequence[str]]) -> tuple[LockedPackage, ...]:
 
 
 def _sorted(graph: Mapping[str, Sequence[str]], loaded: LoadedRecipe) -> list[str]:
-    """Return the names of `graph`, each after those it requires, sorted by name among equals."""
+    """Return the names of `graph` in topological order (requirements first), otherwise sorted by name."""
     done: list[str] = []
 
     def visit(name: str, path: tuple[str, ...]) -> None:
@@ -231,12 +231,12 @@ def _sorted(graph: Mapping[str, Sequence[str]], loaded: LoadedRecipe) -> list[st
 
 
 def _where(loaded: LoadedRecipe, name: str) -> str:
-    """Return `FILE:LINE:COL` of the layer, or only the recipe's path for a layer that was added as a requirement."""
+    """Return `FILE:LINE:COL` of the layer, or the recipe's path for a layer that another layer requires."""
     return loaded.where("layers", name) if name in loaded.recipe.layers else str(loaded.path)
 
 
 def expected_layers(loaded: LoadedRecipe, target: Target) -> tuple[SourceLayer, ...]:
-    """Return the layers of the packages that `target` may need built, without what only a lock knows."""
+    """Return the layers of the packages that `target` may build from source, without data that only a lock has."""
     names = {**loaded.builds(target)}
     for conda in (False, True):
         direct = references(loaded.requirements(target, conda))
@@ -245,7 +245,7 @@ def expected_layers(loaded: LoadedRecipe, target: Target) -> tuple[SourceLayer, 
 
 
 def built_layers(loaded: LoadedRecipe, target: Target, lock: Lock | CondaLock) -> tuple[SourceLayer, ...]:
-    """Return a layer for each package that `lock` has from source. Raises RecipeError for an unreadable patch."""
+    """Return a layer for each source-built package of `lock`. Raises RecipeError for an unreadable patch."""
     conda = isinstance(lock, CondaLock)
     direct = references(loaded.requirements(target, conda))
     found = []

@@ -3,8 +3,8 @@
 Sources: the GNU Coding Standards (configure, DESTDIR, standard targets),
 reproducible-builds.org (SOURCE_DATE_EPOCH, -ffile-prefix-map).
 
-A Python project is compiled against an environment's packages. pip builds its wheel with the interpreter that it is
-for, without isolation and without an index: imports come from that environment, and the build tools (pip, setuptools,
+A Python project is compiled against an environment's packages. pip builds its wheel with the target interpreter,
+without isolation and without an index: imports come from the environment, and the build tools (pip, setuptools,
 cmake) from a separate folder. Sources: PEP 517 (build back ends); "Binary distribution format" and "Recording installed
 projects" of the PyPA (scripts, RECORD, INSTALLER).
 """
@@ -34,7 +34,7 @@ _UNWANTED = ("share/doc", "share/info", "share/man")
 
 
 def make_layer(job: SourceBuild) -> tuple[tuple[int, int], list[str]]:
-    """Build and install the layer of `job` into `job.staged`, make these files work at any path; return as `relocate`.
+    """Build the layer of `job`, install it into `job.staged` and relocate its files; return the result of `relocate`.
 
     Raises StepError for a command that fails, BuildError for an unusable archive or result.
     """
@@ -216,8 +216,8 @@ _START = b"""#!/bin/sh
 def interpreter_in(host: BuildHost, python: BuildPython, *, isolated: bool) -> str:
     """Return the path, as commands see it, of an interpreter for the build of a Python project.
 
-    It sees the packages of the artifact's environment, or none if `isolated`; what is missing is made in the work
-    folder of `host`. Source of pyvenv.cfg: PEP 405.
+    It sees the packages of the artifact's environment, or none if `isolated`; a missing environment is created in the
+    work folder of `host`. Source of pyvenv.cfg: PEP 405.
     """
     if python.packages is None and not isolated:
         return python.interpreter
@@ -244,10 +244,10 @@ def interpreter_in(host: BuildHost, python: BuildPython, *, isolated: bool) -> s
 
 
 def build_wheel(job: SourceBuild) -> tuple[Path, str]:
-    """Build the project of `job` for the interpreter `job.python`; return its wheel, and the version of Python.
+    """Build the project of `job` for the interpreter `job.python`; return its wheel and the Python version.
 
-    The layer's options are variables of the build, NAME=VALUE. Raises StepError; BuildError when the project builds no
-    wheel or several.
+    The layer's options are environment variables of the build, NAME=VALUE. Raises StepError; BuildError when the build
+    returns no wheel or several.
     """
     work, inside = job.build_host.work, job.build_host.inside
     job.run("python", [job.python, "-c", _VERSION, str(inside / "python-version")])
@@ -264,7 +264,7 @@ def build_wheel(job: SourceBuild) -> tuple[Path, str]:
 
 
 def renew_records(tree: Path, name: str) -> None:
-    """Rewrite RECORD and INSTALLER of the distribution in `tree`, as strip and patchelf changed its libraries."""
+    """Rewrite RECORD and INSTALLER of the distribution in `tree`, because strip and patchelf changed its libraries."""
     # RECORD does not list the licence texts that the layer `name` adds.
     for info in sorted(tree.glob("lib/python*/site-packages/*.dist-info")):
         (info / "INSTALLER").write_bytes(INSTALLER)
@@ -279,7 +279,7 @@ def renew_records(tree: Path, name: str) -> None:
 
 
 def _variables(job: SourceBuild) -> dict[str, str]:
-    """Return variables that exclude the settings of the host's pip and Python, and temporary paths in the result."""
+    """Return environment variables that disable the host's pip and Python settings, and keep temporary paths out."""
     inside, ours = job.build_host.inside, job.variables()
     maps = ours["CPPFLAGS"]
     if job.python.startswith("/"):
@@ -305,7 +305,7 @@ def _variables(job: SourceBuild) -> dict[str, str]:
 
 
 def add_scripts(tree: Path, where: str) -> None:
-    """Create the scripts of entry points, and make scripts run the interpreter beside them."""
+    """Create the scripts of entry points, and change scripts so that they run the interpreter beside them."""
     programs = tree / "bin"
     for path in sorted(programs.iterdir()) if programs.is_dir() else ():
         head, _, rest = path.read_bytes().partition(b"\n")

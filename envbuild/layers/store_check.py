@@ -1,4 +1,4 @@
-"""The check of a store: every file whose sha256 is known is read and compared, and every note of the store is read."""
+"""Check of a store: compare every file with its known sha256, and read every note of the store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TABLES = ("layers/*.members", "listings/*.members", "segments/*.index")
 
 
 def stored_files(store: Store) -> Iterator[tuple[Path, str]]:
-    """Yield the files of `store` whose sha256 (hexadecimal) is known, with it, "" if the note of it is damaged."""
+    """Yield (file, sha256) for the files of `store` with a known digest (hexadecimal), "" if its note is damaged."""
     for folder in _NAMED:
         for path in sorted((store.root / folder).glob("*")):
             if _SHA256.fullmatch(path.name):
@@ -54,8 +54,8 @@ def stored_files(store: Store) -> Iterator[tuple[Path, str]]:
 def check_store(store: Store, workers: int) -> tuple[int, int, list[Path]]:
     """Read the files of `store` in `workers` threads; remove those that differ from their sha256, or have a wrong name.
 
-    Returns the number of files, their bytes, and the paths of the removed files. What is missing is fetched or made
-    again by the next build. Raises OSError.
+    Returns the number of files, their bytes, and the paths of the removed files. The next build fetches or rebuilds the
+    removed files. Raises OSError.
     """
     files: list[tuple[Path, Callable[[], bool]]] = [
         (path, partial(_keep_file, path, sha256, store)) for path, sha256 in stored_files(store)
@@ -76,7 +76,7 @@ def check_store(store: Store, workers: int) -> tuple[int, int, list[Path]]:
 
 
 def _keep_file(path: Path, sha256: str, store: Store) -> bool:
-    """Return whether a file has its sha256 and, as a wheel, the name that it has inside; else it is removed."""
+    """Return whether a file matches its sha256 and a wheel's name matches its metadata; otherwise remove the file."""
     if not store.digests.keep(path, sha256, again=True):
         return False
     if path.parent.parent != store.root / "wheels":

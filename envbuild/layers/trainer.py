@@ -1,4 +1,4 @@
-"""The bundled trainer as a wheel, so that every artifact installs it like any other package."""
+"""Wheel of the bundled trainer, so that every artifact installs it like any other package."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Requires-Dist: torch
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """The trainer's files by their paths in the wheel; `digest` is the sha256 of them all."""
+    """Files of the trainer by their paths in the wheel; `digest` is the sha256 of all files."""
 
     files: tuple[tuple[str, bytes], ...]
 

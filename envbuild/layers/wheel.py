@@ -1,4 +1,4 @@
-"""A wheel as a tree: every file at its installed path, streamed from the archive.
+"""Conversion of a wheel to a tree: every file at its installed path, streamed from the archive.
 
 Sources: PyPA "Binary distribution format" (spread, .data directories, #!python), "Recording installed projects"
 (RECORD, INSTALLER), "Entry points specification". The tests compare with PyPI's `installer`.
@@ -50,10 +50,10 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
 
 @dataclass(frozen=True, slots=True)
 class WheelFile:
-    """A wheel: its distribution, its file, and the file's sha256 and size in bytes.
+    """Wheel: its distribution, its file, and the file's sha256 and size in bytes.
 
-    `place` is the file, or what finds it: one whose layer exists already is not fetched. `file_name` and `torch` are
-    what facts about such a wheel say, see layers/wheels.py.
+    `place` is the file, or a function that fetches it: a wheel with an existing layer is not fetched. `file_name` and
+    `torch` are then taken from the recorded facts about the wheel, see layers/wheels.py.
     """
 
     name: str
@@ -66,15 +66,15 @@ class WheelFile:
 
     @property
     def path(self) -> Path:
-        """The file, fetched if it is not here. Raises BuildError if no source has it."""
+        """The file, fetched if it is missing. Raises BuildError if no source has it."""
         return self.place if isinstance(self.place, Path) else self.place()
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The installation folders of a wheel's parts. Paths are relative to the root; `python` is "3.11".
+    """Installation folders of a wheel's parts. Paths are relative to the root; `python` is "3.11".
 
-    `conda`: the prefix has a Python of its own, and headers lie beside its own, as those of pip and uv do there.
+    `conda`: the prefix contains its own Python, and headers are installed beside Python's headers, as by pip and uv.
     """
 
     prefix: str
@@ -91,11 +91,11 @@ class Scheme:
 
     @property
     def interpreter(self) -> str:
-        """The path in shebang lines."""
+        """Path in shebang lines."""
         return f"/{self.prefix}/bin/python"
 
     def folder(self, part: str, name: str) -> str | None:
-        """Return the folder for a part of a .data directory; None for an unknown part."""
+        """Return the folder for a part of a .data directory, None for an unknown part."""
         return {
             "purelib": self.site_packages,
             "platlib": self.site_packages,
@@ -123,9 +123,9 @@ def wheel_paths(wheel: Path, scheme: Scheme) -> list[str]:
 
 
 def wheel_programs(wheel: Path, scheme: Scheme) -> dict[str, bool]:
-    """Return the programs of `wheel`, by their paths in its RECORD, and whether every installer writes the same bytes.
+    """Return path in RECORD → whether every installer writes the same bytes, for the programs of `wheel`.
 
-    Those of entry points, and scripts that begin with `#!python`, get the path of an interpreter from each.
+    Installers write their interpreter's path into scripts of entry points, and into scripts that begin with `#!python`.
     """
     with reading(wheel.name, "wheel"), zipfile.ZipFile(wheel) as archive:
         opened = _Wheel(archive, wheel.name, scheme, 0)
@@ -147,10 +147,10 @@ def wheel_record(wheel: Path, scheme: Scheme) -> bytes:
 
 
 def wheel_title(wheel: Path) -> tuple[str, str, frozenset[str]]:
-    """Return the name and the version that `wheel` has as its .dist-info folder spells them, and its tags (PEP 425).
+    """Return name and version of `wheel` as spelt by its .dist-info folder, and its tags (PEP 425) from its WHEEL file.
 
-    Its file name is these, unless somebody changed it; of 997 published wheels 4 have other platforms there. Raises
-    BuildError for a file that is no wheel.
+    The file name consists of these, unless the file was renamed; 4 of 997 published wheels have other platforms in the
+    name. Raises BuildError for a file that is not a wheel.
     """
     with reading(wheel.name, "wheel"), zipfile.ZipFile(wheel) as archive:
         info = _Wheel(archive, wheel.name, Scheme("", ""), 0).info
@@ -171,13 +171,13 @@ def required_by(archive: zipfile.ZipFile, info: str) -> list[str]:
 
 
 def recorded_rows(archive: zipfile.ZipFile, name: str) -> tuple[str, dict[str, tuple[str, str]]]:
-    """Return the .dist-info folder of the open wheel called `name`, and the complete rows of its RECORD by path."""
+    """Return the .dist-info folder of the open wheel file `name`, and the complete rows of its RECORD by path."""
     opened = _Wheel(archive, name, Scheme("", ""), 0)
     return opened.info, opened.record()
 
 
 class _Wheel:
-    """The conversion of one open wheel to a tree."""
+    """Conversion of one open wheel to a tree."""
 
     def __init__(self, archive: zipfile.ZipFile, name: str, scheme: Scheme, mtime: int) -> None:
         self._archive, self._file, self._scheme, self._mtime = archive, name, scheme, mtime
@@ -241,7 +241,7 @@ class _Wheel:
     def _copied(
         self, path: str, info: zipfile.ZipInfo, stream: IO[bytes], script: bool, recorded: tuple[str, str] | None
     ) -> Tree:
-        """Yield one member. Its row is that of the wheel's RECORD if valid, else computed while it is read."""
+        """Yield one member. Its RECORD row is the wheel's own if that is valid, else computed while it is read."""
         start, size = self._script_start(info, stream) if script else (b"", info.file_size)
         content = Joined(start, Guarded(stream, self._file, "wheel"))
         mode = info.external_attr >> 16
@@ -257,7 +257,7 @@ class _Wheel:
             self._rows[path] = record_row(hashed.digest(), hashed.size)
 
     def _script_start(self, info: zipfile.ZipInfo, stream: IO[bytes]) -> tuple[bytes, int]:
-        """Return the replacement of a script's first line, if that is `#!python`, and the size of the result."""
+        """Return the new first line of a script that begins with `#!python`, and the size of the result."""
         head = stream.read(len(_PYTHON))
         if head != _PYTHON:
             return head, info.file_size
@@ -297,7 +297,7 @@ class _Wheel:
             raise BuildError(f"{self._file}: RECORD: {error}") from None
 
     def relative(self, path: str) -> str:
-        """Return the path in RECORD of an installed `path`."""
+        """Return an installed `path` in the form of RECORD."""
         base = self._scheme.site_packages + "/"
         return path.removeprefix(base) if path.startswith(base) else f"../../..{path[len(self._scheme.prefix) :]}"
 

@@ -1,8 +1,8 @@
-"""The locked wheels of a plan and those of own code on this host, checked against the plan's target.
+"""Locked wheels of a plan and wheels of own code on this host, checked against the plan's target.
 
-Locks are checked when they are written, but a lock may have been edited or written elsewhere. With the facts about a
-wheel, one whose layer is in the store or in the team's cache need not be fetched: its size, which decides the order of
-layers, its name, and torch's build.
+Locks are checked when they are written, but a lock may have been edited or written elsewhere. The store and the team's
+cache record facts about each wheel: its size, which decides the order of layers, its name, and torch's build. A wheel
+with known facts and an existing layer is not fetched.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def locate(
 ) -> tuple[list[WheelFile], list[WheelFile]]:
     """Return the wheels of `plan` in order, and those of own code: the trainer's, and the project's if there is one.
 
-    They are by the rules of the recipe's [slim]. Raises BuildError for a missing or unsuitable one, RecipeError for a
+    The rules of the recipe's [slim] are applied. Raises BuildError for a missing or unsuitable wheel, RecipeError for a
     project with the name of another package.
     """
     wheels = published_wheels(plan, environment, offline)
@@ -54,7 +54,7 @@ def locate(
 
 
 def published_wheels(plan: Plan, environment: Environment, offline: bool) -> list[WheelFile]:
-    """Return the wheels of `plan` in order, as they were published. Raises BuildError as `locate`."""
+    """Return the wheels of `plan` in order, without [slim]. Raises BuildError as `locate`."""
     found = fetch_wheels(plan.packages, environment, plan.indexes, plan.bound, offline=offline)
     wheels = [_wheel(p.name, p.version, path, environment) for p, path in zip(plan.packages, found, strict=True)]
     check_wheels(Target.parse(plan.target), wheels)
@@ -69,7 +69,7 @@ def _slimmed(wheel: WheelFile, plan: Plan, environment: Environment) -> WheelFil
 
 
 def _slimmed_later(wheel: WheelFile, plan: Plan, environment: Environment) -> WheelFile:
-    """Return the wheel with, in place of its sha256, a digest of what it is made of: it is not made yet."""
+    """Return the slim wheel, which is written on first use; its `sha256` is a digest of its inputs."""
     if plan.slim is None:
         return wheel
     digest = key_of("slim", [wheel.sha256, wheel.name, plan.slim.as_json()])
@@ -77,9 +77,9 @@ def _slimmed_later(wheel: WheelFile, plan: Plan, environment: Environment) -> Wh
 
 
 def known_wheels(plan: Plan, environment: Environment, offline: bool) -> list[WheelFile]:
-    """Return the wheels of `plan` in order, for layers: those of which the facts are known are not fetched yet.
+    """Return the wheels of `plan` in order, for layers; a wheel whose facts are known is fetched only when needed.
 
-    The facts are in the store or in the team's cache. Raises BuildError for a missing or unsuitable wheel.
+    The facts come from the store or the team's cache. Raises BuildError for a missing or unsuitable wheel.
     """
 
     def find(one: LockedPackage) -> Path:
@@ -120,9 +120,9 @@ def fetch_wheels(
     *,
     offline: bool,
 ) -> list[Path]:
-    """Return the files of `wheels`, verified by hash. Raises BuildError if no source has one of them.
+    """Return the files of `wheels`, verified by hash. Raises BuildError for an unavailable wheel.
 
-    Those in `bound` come from that index of the site.
+    `bound` maps names to the index of the site from which a wheel must come.
     """
     from envbuild.store.fetch import WantedWheel, locate_wheels
 
@@ -151,7 +151,7 @@ def _wheel(name: str, version: str, path: Path, environment: Environment) -> Whe
 
 
 def check_wheels(target: Target, wheels: Iterable[WheelFile]) -> None:
-    """Raise BuildError for a wheel for another processor than `target`'s, and a torch for another accelerator."""
+    """Raise BuildError for a wheel for another processor, or a torch for another accelerator, than `target`'s."""
     for wheel in wheels:
         name = wheel.file_name or wheel.path.name
         other = wheel_arch(name)
@@ -176,14 +176,14 @@ def pinned(wheels: Iterable[WheelFile]) -> str:
 
 
 def wheel_arch(name: str) -> str | None:
-    """Return the processor in the platform tag (PEP 425) of the wheel file `name`; None for any or an unknown one."""
+    """Return the processor in the platform tag (PEP 425) of the wheel file `name`; None for "any" or unknown tags."""
     platforms = name.removesuffix(".whl").rpartition("-")[2].split(".")
     found = {arch for arch in ARCHES for platform in platforms if platform.endswith(f"_{arch}")}
     return found.pop() if len(found) == 1 else None
 
 
 def _read_torch(path: Path) -> tuple[dict[str, str], list[str]]:
-    """Return the accelerators that the torch in a wheel is built for, and its accelerator libraries."""
+    """Return the accelerators and the accelerator libraries of the torch build in a wheel."""
     try:
         with zipfile.ZipFile(path) as archive:
             names, text = archive.NameToInfo, ""
@@ -197,7 +197,7 @@ def _read_torch(path: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def wheel_facts(hashes: Sequence[Sequence[str]], store: Store) -> list[Facts | None]:
-    """Return the facts of the wheels with one of these sha256 each, from `store` or its remote cache, else None."""
+    """Return the facts of each wheel, given its possible sha256, from `store` or its remote cache; None if unknown."""
     entries = [_facts_entry(those) for those in hashes]
     found = [_read_facts(entry, those, store) for entry, those in zip(entries, hashes, strict=True)]
     if store.remote is not None:
@@ -209,7 +209,7 @@ def wheel_facts(hashes: Sequence[Sequence[str]], store: Store) -> list[Facts | N
 
 
 def note_facts(hashes: Sequence[str], wheel: WheelFile, store: Store) -> None:
-    """Keep the facts of `wheel`, which has one of `hashes`, and offer them to the remote cache."""
+    """Store the facts of `wheel`, whose sha256 is one of `hashes`, and offer them to the remote cache."""
     entry = _facts_entry(hashes)
     fields = {"sha256": wheel.sha256, "size": wheel.size, "file": wheel.file_name, "torch": wheel.torch}
     with suppress(OSError):  # a read-only store only costs time
