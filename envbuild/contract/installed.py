@@ -161,7 +161,7 @@ def distributions(
 
 
 def _read_slim(path: str, files: Files) -> dict[str, Any]:
-    """Return what the receipt keeps of a slim wheel's own account; {} for a bad one, which its RECORD tells."""
+    """Return the facts about a slim wheel for the receipt; {} for invalid metadata, whose RECORD check fails."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         did = json.loads(files.read(path))
         blanked = {path: {name: one[name] for name in ("original", "sha256")} for path, one in did["blanked"].items()}

@@ -99,7 +99,7 @@ def write_manifest(root: Path, workers: int, read: Mapping[Stat, str] = {}) -> t
 def list_tree(
     root: Path, workers: int, read: Mapping[Stat, str] = {}, without: str = ""
 ) -> tuple[Manifest, str, dict[str, Stat]]:
-    """Return what `write_manifest` writes and returns, and the text; the file `without` is left out."""
+    """Return the manifest of `root` without the file `without`, its text, and the files' stat; see `write_manifest`."""
     found, lines = scan(root), list[str]()
     found.pop(without, None)
     rows = dict(zip(found, _rows(root, list(found.items()), workers, read), strict=True))
