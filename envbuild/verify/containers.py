@@ -46,7 +46,7 @@ _LAUNCHES, _SPARE_S = 5, 300
 
 @dataclass(frozen=True, slots=True)
 class BuiltImage:
-    """An image in a daemon, whoever built it; `file_manifest` is the digest of the manifest of its files, or ""."""
+    """An image in a daemon, built by any tool; `file_manifest` is the digest of the manifest of its files, or ""."""
 
     image_id: str
     state: State
@@ -80,7 +80,7 @@ def image_subject(
 
 
 def image_rows(client: Any, image_id: str, limits: ImageLimits, timeout_s: float) -> dict[str, PathRow]:
-    """Return the rows of a manifest of an image in `client`'s daemon, read from outside. Raises as `read_container`."""
+    """Return the manifest rows of an image in `client`'s daemon, without running it. Raises as `read_container`."""
     return read_container(client, image_id, _until(timeout_s + _SPARE_S), limits, timeout_s).rows
 
 

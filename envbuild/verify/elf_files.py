@@ -1,4 +1,4 @@
-"""ELF files of an artifact: their processors, the accelerator of its torch, the code for GPUs in its libraries."""
+"""ELF files of an artifact: their processors, the accelerator of its torch, the GPU code in its libraries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ElfReport:
 
 
 def scan_elf(folder: Path, wanted: int, files: Files = HOST, *, gpu: bool = False) -> ElfReport:
-    """Read the header of every file below `folder`; `wanted` is the expected e_machine. With `gpu`, code for GPUs."""
+    """Read the header of every file below `folder`, with `gpu` also GPU code; `wanted` is the expected e_machine."""
     report = ElfReport()
     version, libraries, known = None, set(), torch_libraries()
     for path in files.walk(str(folder)):

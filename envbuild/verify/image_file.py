@@ -94,7 +94,7 @@ def check_image_place(path: Path) -> None:
 
 
 def open_image_file(path: Path, kind: str | None = None, *, accelerator: Accelerator = CPU) -> ImageFile:
-    """Open the image of `kind` (any, if None) in `path`. Raises UsageError for another file, BuildError if damaged."""
+    """Open the image file `path` of `kind` (None: any). Raises UsageError for another file, BuildError if damaged."""
     try:
         with path.open("rb") as stream:
             head = stream.read(_HEAD)

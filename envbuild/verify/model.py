@@ -170,8 +170,7 @@ def not_tried(name: str, why: str) -> Check:
 
 @dataclass(frozen=True, slots=True)
 class Thoroughness:
-    """What a verification must show at least: with `quick` no more than one short launch does, with `faults` also that
-    a killed rank restarts."""
+    """The thoroughness of a verification: `quick` for one short launch, `faults` to also test the restart of a rank."""
 
     quick: bool = False
     faults: bool = False

@@ -351,7 +351,7 @@ def run(launcher: socket.socket) -> NoReturn:
 def _remove(name: str, above: int, ended: bool = False) -> None:
     """Remove the folder `name` in the open folder `above`, which a bind may show in the image, too.
 
-    The kernel refuses this while the namespace has mount points in it; these are unmounted if the program `ended`.
+    Mount points in it are unmounted first; all mount points of the namespace if the program `ended`.
     """
     for point in reversed(mounts_below("/")):
         if ended or f"/{name}/" in point:
@@ -361,7 +361,7 @@ def _remove(name: str, above: int, ended: bool = False) -> None:
 
 
 def _make(spec: dict[str, Any], parent: int, at_its_end: signal.Signals) -> dict[str, str]:
-    """Make the namespace of `spec`; `at_its_end` comes when `parent` ends. Return the step that `failed`, and `why`."""
+    """Make the namespace of `spec`; `at_its_end` is sent when `parent` ends. Return the `failed` step, and `why`."""
     try:
         _isolate()
         # An exec or a change of credentials may have cleared the parent-death signal that the parent set.
@@ -496,7 +496,7 @@ def _build(spec: dict[str, Any]) -> None:
 
 
 def _show_etc(etc: str, place: str) -> None:
-    """Show the image's /etc with the host's name files, without which torch cannot resolve this host's address."""
+    """Bind the host's name files into the image's /etc: torch needs them to resolve this host's address."""
     names = [name for name in _HOSTS if os.path.isfile(f"/etc/{name}")]
     os.mkdir(place)
     if os.path.isdir(etc):

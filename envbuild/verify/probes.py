@@ -1,5 +1,4 @@
-"""The probes of a verification: the inputs for the trainer (ddp_train/probes.py), and the expected results, without
-torch.
+"""The probes of a verification: inputs for the trainer (ddp_train/probes.py) and expected results, without torch.
 
 The inputs are random for each verification, so that a report cannot be prepared. Inputs of collectives are small
 integers, for which the bytes of each result are known in every type. Operations have a tolerance.

@@ -32,7 +32,7 @@ _SHOWN, _KEPT = 5, 50
 
 
 def check_built_torch(state: State, path: Path) -> None:
-    """Raise UsageError when the environment at `path` trains without torch. Images pass: their base may bring torch."""
+    """Raise UsageError when training would verify an environment without torch. Images pass: their base may have it."""
     if state.artifact != IMAGE and state.verify.trainer and not state.has_torch:
         raise UsageError(
             f"{path} cannot be verified: it has no torch, and verification trains with torch",

@@ -56,7 +56,7 @@ _ENDLESS_S = 10.0 * 365 * 86400
 
 
 def modules_to_import(settings: VerifySettings, survey: Survey) -> list[str]:
-    """Return the modules that every rank imports: top-level ones of direct requirements, and those of the recipe."""
+    """Return the modules that every rank imports: the recipe's list, and top-level modules of direct requirements."""
     found = dict.fromkeys(settings.imports)
     for name in settings.direct:
         one = survey.distributions.get(name) or survey.distributions.get(f"{name} (pip)")
