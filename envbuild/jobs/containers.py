@@ -4,7 +4,7 @@ Sources: pyxis, args.c and its wiki, "Usage"; enroot 4.1, doc/cmd/start.md, doc/
 apptainer-exec(1). Tests with real runtimes: docs/howto/jobs.md.
 
 ddp_train/stage brings an artifact to the disk of every node before a job starts it. Nodes have no artifact yet, so the
-script carries the package for their own python3. From then on a link on each node leads to its copy, or to the shared
+script carries the package for their own python3. Afterwards a link on each node points to its copy, or to the shared
 file.
 """
 
@@ -68,7 +68,7 @@ def staged_image(plan: JobPlan) -> str:
 
 
 def shared_unless_staged(plan: JobPlan) -> str:
-    """Return the line for a node's shell script that goes back to the shared artifact where nothing was staged."""
+    """Return the line for a node's shell script that uses the shared artifact if nothing was staged on the node."""
     return f'[ -e "$image" ] || image={_shared(plan)}\n' if plan.stage else ""
 
 
@@ -268,7 +268,7 @@ def _mount_key(plan: JobPlan, host: str) -> str:
 
 
 def tidies(plan: JobPlan) -> bool:
-    """Return whether a job removes the containers that ended jobs left on its nodes: squeue knows which have ended."""
+    """Return whether a job removes the containers of ended jobs on its nodes; squeue reports which jobs have ended."""
     return "srun" in LAUNCHERS[plan.scheduler] and runtime_of(plan).tidies
 
 

@@ -501,8 +501,8 @@ def logged(plan: JobPlan) -> list[str]:
     that kubectl shows: up to 1.9.3 all pods, from 1.9.4 on those that run or start again
     (kubeflow/training-operator, pkg/controller.v1/common/job.go).
 
-    A later pod, also of another job of that name, appends to the file. The first line of each has the pod's UID and
-    the time; jobcheck/diagnose/read.py reads the lines after the last of these.
+    A later pod, also of another job of that name, appends to the file. Each pod begins with a line with its UID and the
+    time; jobcheck/diagnose/read.py reads the lines after the last one.
 
     The container ends with its shell. The shell waits for tee, so that the last lines are written, but only for
     a few seconds: processes that outlive torchrun keep the pipe open.

@@ -25,10 +25,10 @@ Strategy = Literal["ddp", "accelerate", "deepspeed", "horovod", "single"]
 class JobArtifact:
     """The artifact that a job runs.
 
-    `path` is the artifact as nodes find it: a folder, a file, or a reference NAME@sha256:… in a registry.
-    `python` is its interpreter as its own processes see it, `digest` is the digest of its content (or
-    manifest), `manifest` that of the manifest of a verified environment's files, and `verified_at` is the time of its
-    receipt, "" without a passing one. `chips` are the only ones that a slim artifact has code for, () for no limit.
+    `path` is the artifact as nodes find it: a folder, a file, or a reference NAME@sha256:… in a registry. `python` is
+    its interpreter as its own processes see it, `digest` is the digest of its content (or manifest), `manifest` that of
+    the manifest of a verified environment's files, and `verified_at` is the time of its receipt, "" without a passing
+    one. `chips` are the chips for which a slim artifact has code, () for no limit.
     """
 
     kind: str
@@ -63,11 +63,10 @@ class JobArtifact:
 class JobInputs:
     """An artifact and the other data that planning needs.
 
-    `layers` are its source layers, `nccl` is the version of its NCCL ("" for the one inside torch), `verify`
-    and `packages` are None if unknown. `receipt` is its passing receipt if there is one,
-    which lies beside `place`. `lock` is the digest of the lock from which it was built, "" if unknown.
-    `named_recipe` is the recipe by whose name it was found, "" if it was found otherwise. `holds_file` returns whether
-    the artifact is an image file with a regular file at an absolute path.
+    `layers` are its source layers, `nccl` is the version of its NCCL ("" for the one inside torch), `verify` and
+    `packages` are None if unknown. `receipt` is its passing receipt, beside `place`, or None. `lock` is the digest of
+    the lock from which it was built, "" if unknown. `named_recipe` is the recipe if the user named one, else "".
+    `holds_file` returns whether the artifact is an image file with a regular file at an absolute path.
     """
 
     artifact: JobArtifact

@@ -288,7 +288,7 @@ def job_env(
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """Return the variables of every process, in order, and the folders to prepend to LD_LIBRARY_PATH.
 
-    A node has `nproc` ranks and `cpus` CPUs. If `cpus` is 0 (unknown), the node program counts them and sets
+    A node has `nproc` ranks and `cpus` CPUs. If `cpus` is 0 (unknown), the node program counts the CPUs and sets
     OMP_NUM_THREADS, and pods get no OMP_NUM_THREADS. The origin of each variable is added to `origins`.
     """
     artifact = opened.artifact

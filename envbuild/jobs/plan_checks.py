@@ -153,7 +153,7 @@ def _pod_faults(plan: JobPlan) -> Iterator[str]:
 
 
 def _seen(site: Site) -> list[str]:
-    """Return the folders that all nodes see, as far as the site tells: a mounted /tmp is still local to each node."""
+    """Return the folders that all nodes see, according to the site; a mounted /tmp is still local to each node."""
     hosts = (mount.partition(":")[0] for mount in site.container.mounts)
     more = [folder for folder in (site.paths.cache, *hosts) if folder and not _around(folder, site)]
     return [folder for folder in (site.paths.shared, *more) if folder]
@@ -176,7 +176,7 @@ def _below(path: str, folder: str) -> bool:
 
 
 def check_exclusion(scheduler: str, site: Site) -> None:
-    """Raise UsageError where a job cannot leave out slow nodes and start again."""
+    """Raise UsageError for a job that cannot leave out slow nodes and start again."""
     if not SCHEDULERS[scheduler].leaves_out_nodes:
         names = " or ".join(name for name, known in SCHEDULERS.items() if known.leaves_out_nodes)
         raise UsageError(

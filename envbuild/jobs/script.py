@@ -4,7 +4,7 @@ Directives, modules, the job's values, the settings and programs for the nodes, 
 
 On every node, the script starts ddp_train.launch in the artifact. It finds the other nodes and starts the preflight or
 the training. It reads the settings from the run's folder, which every node and container sees: so an image's variables
-cannot override them, and launchers need not pass them on. Where the node itself must load modules or unpack an image
+cannot override them, and launchers need not pass them on. If the node itself must load modules or unpack an image
 first, a shell script does that.
 """
 
@@ -122,7 +122,7 @@ def _checks(plan: JobPlan) -> list[str]:
 
 
 def _filled(pieces: Iterable[str]) -> list[str]:
-    """Return the pieces of a list, joined into lines that are not too long to read."""
+    """Return the pieces of a list, joined into lines of readable length."""
     lines: list[str] = []
     for piece in pieces:
         if lines and len(lines[-1]) + len(piece) < _WIDTH:
@@ -133,10 +133,10 @@ def _filled(pieces: Iterable[str]) -> list[str]:
 
 
 def records_exit_codes(plan: JobPlan, launcher: Launcher) -> bool:
-    """Return whether nodes that are told to end write their exit codes into files for the batch script.
+    """Return whether nodes that are asked to end write their exit codes into files for the batch script.
 
-    The launcher would end all nodes after one exits with an error, and one may need more time than another to save
-    its state. With --auto-resume, srun handles every exit.
+    After an error exit of one node, the launcher would kill the others, which may still be saving their state. With
+    --auto-resume, srun handles every exit.
     """
     return launcher.signal != "" and keeps_first_code(plan)
 
@@ -329,10 +329,10 @@ def render_script(
 ) -> str:
     """Return the script of a job.
 
-    `job` is the template of the lines with the job's values, see `_known`, and `hosts` are the lines that set the
-    array `hosts` and `peer`, the second host. `signals` are those by which the scheduler tells the script to end.
-    After `left` seconds, the script itself tells the training to end; None if the scheduler does that in time.
-    Raises UsageError for a plan that a batch script cannot run.
+    `job` is the template of the lines with the job's values, see `_known`, and `hosts` are the lines that set the array
+    `hosts` and `peer`, the second host. `signals` are the scheduler's signals that ask the script to end. After `left`
+    seconds, the script itself asks the training to end; None if the scheduler does that in time. Raises UsageError for
+    a plan that a batch script cannot run.
     """
     _check(plan)
     launcher = launchers[plan.launcher]

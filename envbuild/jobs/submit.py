@@ -70,8 +70,8 @@ def submit_script(
 ) -> str:
     """Write `script` and submit it, like `write_script` and `submit`.
 
-    If the job is refused, the previous state is restored, except for a manifest that kubectl got and a script
-    that the caller `named`. Raises UsageError for a script that somebody else wrote, unless the caller `named` it.
+    If the job is refused, the previous state is restored, except for a manifest that kubectl got and a script that the
+    caller `named`. Raises UsageError for a script that envbuild did not write, unless the caller `named` it.
     """
     _check_command(plan, variables)
     logs = Path(plan.work) / plan.logs

@@ -60,11 +60,11 @@ class Trial:
 class Submission:
     """The way to submit a job to a scheduler.
 
-    `command` is followed by the file, or reads it from standard input if `stdin` is set. `job` extracts the
-    job's number from the output, `no_server` is a pattern of the message that no server answers, and `ping` is
-    the command that shows whether one does. `refusal` makes the error from the output, the refused file and
-    that of an earlier job; without it, the error shows the scheduler's message. `trial` makes what the scheduler is
-    asked about before the job is submitted.
+    `command` is followed by the file, or reads it from standard input if `stdin` is set. `job` extracts the job's
+    number from the output, `no_server` is a pattern of the message that no server answers, and `ping` is the command
+    that shows whether one does. `refusal` makes the error from the output, the refused file and the file of an earlier
+    job; without it, the error shows the scheduler's message. `trial` makes the question to the scheduler before the job
+    is submitted.
     """
 
     command: tuple[str, ...]
@@ -154,8 +154,9 @@ def with_site(
 ) -> list[str]:
     """Return the lines of a job's directives: those of the site after those of envbuild, which they replace.
 
-    `keys` returns the names of what a directive, without its `marker`, sets; a line of `own` that sets one of the
-    site's is left out, because schedulers differ in which of two lines wins. Raises UsageError for what is no line.
+    `keys` returns the names of the settings in a directive, without its `marker`. A line of `own` with a setting of the
+    site is left out, because schedulers differ in which of two lines wins. Raises UsageError for text that is not one
+    line.
     """
     replaced = {key for line in directives for key in keys(line)}
     kept = [line for line in own if not replaced & {*keys(line)}]
@@ -175,14 +176,15 @@ def minutes(time: str) -> int:
 
 
 def saving_s(time: str) -> int:
-    """Return how many seconds before its time limit a job is told to end."""
+    """Return the number of seconds before its time limit at which a job is asked to end."""
     return min(_SAVING_S, seconds(time) // 10)
 
 
 def time_left(time: str, line: str, lines: Collection[str]) -> int | None:
-    """Return after how many seconds a script tells its training to end, so that it saves its state before `time`.
+    """Return the number of seconds after which a script asks its training to save its state and end, before `time`.
 
-    None if the site's directives replaced `line`, the directive with that limit: the script does not know theirs.
+    Returns None if the site's directives replaced `line`, the directive with that limit: the script does not know the
+    new limit.
     """
     return seconds(time) - saving_s(time) if line in lines else None
 
@@ -296,9 +298,9 @@ def each(
 ) -> str:
     """Return `everywhere` as a loop over the nodes.
 
-    `begin` are its first lines, `tell` tells the nodes to end when the script is told to. `start` are the lines that
-    start a process on node $number, `check` those that correct $last, the exit code of an ended process, `end` those
-    that run after all processes have ended.
+    `begin` are its first lines, `tell` asks the nodes to end when the script is asked to. `start` are the lines that
+    start a process on node $number, `check` the lines that correct $last, the exit code of an ended process, `end` the
+    lines that run after all processes have ended.
     """
     return fill(_EACH, about=ABOUT, open=begin, tell=tell, start=start, check=check, end=end)
 

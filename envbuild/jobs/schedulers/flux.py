@@ -113,7 +113,7 @@ def _run(plan: JobPlan) -> str:
 
 
 def _keys(text: str) -> set[str]:
-    """Return what a directive sets: its options, with the name of an attribute."""
+    """Return the settings of a directive: its options, with the name of an attribute."""
     options = re.findall(r"(?:^|\s)-(?:-([a-z-]+)(?:[= ]([a-z._]+)=)?|([A-Za-z]))", text)
     return {
         f"{long} {name}" if name and long == "setattr" else long or _SHORT.get(short, short)

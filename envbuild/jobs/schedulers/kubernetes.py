@@ -50,7 +50,7 @@ def render_kubernetes(plan: JobPlan) -> str:
 
 
 def render_pod(plan: JobPlan) -> str:
-    """Return a pod like those that the job's controller creates, without what it or a TrainJob's runtime adds."""
+    """Return a pod like the pods of the job's controller, without additions by it or by a TrainJob's runtime."""
     job = _documents(plan)[-1]
     spec = job["spec"]
     if job["kind"] == "TrainJob":
@@ -286,9 +286,9 @@ def train_job(plan: JobPlan) -> list[dict[str, Any]]:
 
 
 def _meeting(plan: JobPlan, etcd: Etcd | None) -> list[str]:
-    """Return the shell lines before torchrun that tell it which pod hosts the store.
+    """Return the shell lines before torchrun that pass it the pod that hosts the store.
 
-    Before DNS knows the pods, torch cannot tell by itself.
+    torch cannot find out by itself before DNS knows the pods.
     """
     conf = ",".join(f"{key}={value}" for key, value in pod.rendezvous_conf(plan).items())
     if etcd is not None:
@@ -518,7 +518,7 @@ def refusal(done: subprocess.CompletedProcess[str], refused: Path, earlier: Path
 
 
 def unchecked_pod(done: subprocess.CompletedProcess[str]) -> str:
-    """Return why the dry run of a pod says nothing about the pods that the job's controller creates, "" if it does."""
+    """Return why the dry run of a pod is no test of the job's pods, "" if it is one."""
     if user := re.search(r"pods is forbidden: User (\S+) cannot create resource", done.stderr):
         return f"user {user[1]} may not create pods, as their controller may"
     if webhook := re.search(r'admission webhook "([^"]*)" does not support dry run', done.stderr):
@@ -527,7 +527,7 @@ def unchecked_pod(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def refused_pod(done: subprocess.CompletedProcess[str], name: str) -> HostError:
-    """Return the error for job `name`, of whose pods the server refused one in a dry run."""
+    """Return the error for job `name` after the server refused one of its pods in a dry run."""
     advice = next((hint for words, hint in _HINTS if re.search(words, done.stderr)), None)
     return HostError(
         f"{name} was not submitted: a dry run of one of its pods failed:\n{process.tail(done)}", advice or _CHANGE

@@ -103,7 +103,7 @@ def _directives(plan: JobPlan) -> list[str]:
 
 
 def _keys(text: str) -> set[str]:
-    """Return what a directive sets: its options; of -R the sections, which LSF joins to one requirement."""
+    """Return the settings of a directive: its options; for -R its sections, which LSF joins to one requirement."""
     options = re.findall(r"(?:^|\s)-([A-Za-z_]+)", text)
     sections = {f"R {section}" for section in re.findall(r"\b([a-z]+)\[", text)}
     return {{"oo": "o", "eo": "e", "rn": "r"}.get(option, option) for option in options if option != "R"} | sections

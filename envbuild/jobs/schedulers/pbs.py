@@ -120,7 +120,7 @@ def directives(plan: JobPlan) -> list[str]:
 
 
 def _keys(text: str) -> set[str]:
-    """Return what a directive sets: its options; of -l and -W the names of their values."""
+    """Return the settings of a directive: its options; for -l and -W the names of their values."""
     keys = set()
     for option, value in re.findall(r"(?:^|\s)-([A-Za-z])\s*(\S*)", text):
         names = [item.partition("=")[0] for item in value.split(",")] if option in "lW" else [""]

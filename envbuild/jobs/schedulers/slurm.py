@@ -188,7 +188,7 @@ def _options(text: str) -> Iterator[str]:
 
 
 def _keys(text: str) -> set[str]:
-    """Return what a directive sets: its options, and `gpus-per-node` for each that asks for GPUs."""
+    """Return the settings of a directive: its options, and `gpus-per-node` for each option that requests GPUs."""
     return {
         "gpus-per-node" if option == "gres" and "gpu" in text else _SAME.get(option, option)
         for option in _options(text)
