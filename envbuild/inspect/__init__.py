@@ -1,1 +1,1 @@
-"""Reading and comparing of artifacts of any kind."""
+"""Readers and comparison of artifacts of any kind."""

@@ -1,7 +1,7 @@
 """Comparison of two artifacts: settings, packages, files.
 
-Differences between files that say nothing about the content are left out: docs/reference/inspect.md lists them, and
-data/comparison.toml names them for the user.
+Irrelevant differences between files are left out: docs/reference/inspect.md lists them, and data/comparison.toml has
+their names for the user.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _properties(item: Item, exact: bool) -> dict[str, str]:
 
 
 def _converted(path: str, item: Item) -> Item | None:
-    """Return `item` as it is in a file system for unprivileged users, None if it is left out there."""
+    """Return `item` as a file system for unprivileged users has it, None if it is left out there."""
     mode = image_manifest.converted_mode(path, item.kind, item.mode)
     if mode is None:
         return None
@@ -203,7 +203,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing that was compared differs."""
+        """Whether the comparison found no difference."""
         packages = self.built or self.conda or self.python or self.debian
         return not (self.settings or packages or self.files)
 
@@ -234,9 +234,9 @@ def compare(one: ArtifactReader, other: ArtifactReader, *, files: bool) -> Compa
 
 
 def _same_content(one: Description, other: Description) -> bool:
-    """Return whether both are images of the same layers, or both are image files with the same file system.
+    """Return whether both are images of the same layers, or image files with the same file system.
 
-    Their contents then need not be read.
+    If so, their contents need not be read.
     """
     if one.kind in SQUASHED and other.kind in SQUASHED:
         return one.identity == other.identity

@@ -130,7 +130,7 @@ def _words(value: Any) -> tuple[str, ...]:
 def image_artifact(
     about: Description, layers: Sequence[Descriptor], bring: Bring, access: ReadAccess
 ) -> ArtifactReader:
-    """Return an image for reading. The store caches the listing of each layer, so that digests cost nothing."""
+    """Return an image for reading. The store caches the listing of each layer with its digests."""
     limits = access.site.limits
 
     def contents(_: bool) -> Inventory:

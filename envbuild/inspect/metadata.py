@@ -1,4 +1,4 @@
-"""Inventories of artifacts: readers of the few files that say what is installed.
+"""Inventories of artifacts, from readers of the few files with metadata about installed packages.
 
 Sources: PyPA "Core metadata" (METADATA, PKG-INFO), "Recording installed projects" (RECORD), dpkg 1.21
 (/var/lib/dpkg/status, and status.d of distroless images), os-release(5); the records in conda-meta as conda and rattler
@@ -136,7 +136,7 @@ def _recorded(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, list[str
 
 
 def interest(path: str) -> Reader | None:
-    """Return the reader of the file at `path`, None for the many files that say nothing."""
+    """Return the reader of the file at `path`, None for files without metadata."""
     found = _INFO.search(path)
     if found:
         return _record if found[2] == "RECORD" else _metadata
@@ -148,7 +148,7 @@ def interest(path: str) -> Reader | None:
 
 
 def digested(pieces: Iterable[bytes], reader: Reader | None) -> tuple[str, bool, Note]:
-    """Return the sha256 of a file's content, whether it begins with `#!`, and what `reader` finds in it."""
+    """Return the sha256 of a file's content, whether it begins with `#!`, and the note of `reader` on it."""
     digest, head, kept = hashlib.sha256(), b"", list[bytes]()
     for piece in pieces:
         digest.update(piece)
@@ -253,7 +253,7 @@ def _pairs(text: str) -> list[tuple[str, str]]:
 
 
 def state_of(text: str) -> dict[str, Any]:
-    """Return a JSON object such as envbuild.json, {} if it is invalid: then it says nothing."""
+    """Return a JSON object such as envbuild.json, {} if it is invalid."""
     try:
         data = parse_json(text)
     except ValueError:
@@ -264,7 +264,7 @@ def state_of(text: str) -> dict[str, Any]:
 def portable_digest(record: bytes) -> str:
     """Return the sha256 of the rows of a RECORD that do not depend on the installer and the location.
 
-    Left out are scripts (they name their interpreter), bytecode and the installer's own files.
+    Leaves out scripts (they name their interpreter), bytecode and the installer's own files.
     """
     rows = sorted(
         row

@@ -1,4 +1,4 @@
-"""Opening of artifacts by a user's spelling: a path, FORM:PLACE, or the name of an image.
+"""Access to artifacts by a user's spelling: a path, FORM:PLACE, or the name of an image.
 
 Environments in folders and image files (a squashfs for enroot, a SIF for Apptainer; nothing is mounted) are read here.
 A new form is a function that takes a `Request`, and one line in `_FORMS`.
@@ -134,7 +134,7 @@ def _opened_squashfs(request: Request, image: SquashfsImage, run: Mapping[str, A
 
 
 def _squashfs_contents(image: SquashfsImage, env: Mapping[str, str], hashes: bool) -> Inventory:
-    """Return the tree; without `hashes`, only the few files that say what is installed are read."""
+    """Return the tree; without `hashes`, read only the few files with metadata about installed packages."""
     files: dict[str, Item] = {}
     links: dict[str, str] = {}
     wanted: list[tuple[Entry, int]] = []
@@ -450,7 +450,7 @@ def _no_artifact(path: Path) -> UsageError:
 
 
 def _neither_path_nor_image(names: Sequence[str], error: EnvbuildError) -> HostError:
-    """Return the error for names that are not paths, when no daemon answers that could have images of these names."""
+    """Return the error for names that are not paths and, because no daemon answers, cannot be looked up as images."""
     if len(names) == 1:
         none = f"{names[0]} is no file or folder, nor could it be looked for as an image"
     else:

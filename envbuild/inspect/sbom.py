@@ -33,8 +33,8 @@ _SPACE = uuid.uuid5(uuid.NAMESPACE_DNS, "org.envbuild")
 def cyclonedx(about: Description, contents: Inventory, source_date: int | None) -> str:
     """Return the bill of materials.
 
-    Its timestamp is `source_date` (seconds since 1970), or the artifact's own time for None. All else, the serial
-    number too, depends only on the artifact's content.
+    Its timestamp is `source_date` (seconds since 1970), or the artifact's own time for None. Everything else, including
+    the serial number, depends only on the artifact's content.
     """
     subject = _subject(about)
     bom = Bom(serial_number=uuid.uuid5(_SPACE, _identity(about, contents)))
