@@ -1,4 +1,4 @@
-"""Reading of receipts, of which every part may be missing, of another type, or made by somebody else."""
+"""Readers of untrusted receipts: every part may be missing, of another type, or forged."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class ReportEntry:
-    """A receipt, and what is known of its artifact.
+    """A receipt, and the data of its artifact.
 
     `files` is the number of the artifact's files, None if it was not read, `size` their bytes. `sbom` is its CycloneDX
-    document. `chain` are the findings of `envbuild check`, None if its recipe is not here, and `basis` says what they
-    judge. `notes` are for the reader.
+    document. `chain` are the findings of `envbuild check`, None if its recipe is missing, and `basis` describes the
+    judged stack. `notes` are for the reader.
     """
 
     receipt: Mapping[str, Any]
@@ -57,7 +57,7 @@ class ReportEntry:
 
 
 def part(value: Any, place: str) -> Any:
-    """Return the part `a.b` of an object, None where there is none."""
+    """Return the part `a.b` of an object, None if it is missing."""
     for name in place.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
@@ -79,7 +79,7 @@ def number_of(value: Any, place: str = "") -> float | None:
 
 
 def numbers_of(value: Any) -> list[float]:
-    """Return the numbers of a list up to the first value that is none."""
+    """Return the numbers of a list up to the first value that is not a number."""
     found: list[float] = []
     for one in value if isinstance(value, list) else ():
         number = number_of(one)
@@ -95,7 +95,7 @@ def objects(value: Any) -> list[Mapping[str, Any]]:
 
 
 def is_receipt(value: object) -> bool:
-    """Return whether a JSON document is a receipt, whole or not."""
+    """Return whether a JSON document is a receipt, complete or not."""
     return (
         isinstance(value, Mapping) and isinstance(value.get("passed"), bool) and isinstance(value.get("checks"), list)
     )
@@ -119,7 +119,7 @@ def counts(receipt: Mapping[str, Any]) -> dict[str, int]:
 
 
 def has_passed(receipt: Mapping[str, Any]) -> bool:
-    """Return whether the receipt says that it passed, and none of its checks says otherwise."""
+    """Return whether the receipt and all of its checks passed."""
     found = counts(receipt)
     return receipt.get("passed") is True and not found[FAILED] and not found[BLOCKED]
 
@@ -134,7 +134,7 @@ def moment(receipt: Mapping[str, Any]) -> datetime | None:
 
 
 def packages_of(receipt: Mapping[str, Any]) -> dict[str, str]:
-    """Return name → version of the packages in a receipt; the version is "" where it has names alone."""
+    """Return name → version of the packages in a receipt; the version is "" if the receipt has only names."""
     named = receipt.get("packages")
     found = {name: "" for name in named if isinstance(name, str)} if isinstance(named, list) else {}
     versions = evidence(receipt, "installed").get("packages")

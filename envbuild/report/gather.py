@@ -62,10 +62,10 @@ _FACTS = {
 
 
 def gather(named: Sequence[str], environment: Environment, against: str | None = None) -> list[ReportEntry]:
-    """Return the entries of the artifacts and receipts `named`, each with its changes since the one before it.
+    """Return the entries of the artifacts and receipts `named`, each with its changes.
 
-    The change is since `against`, an artifact or receipt, or else since the receipt of the same recipe, target and kind
-    that is next older among them. Raises UsageError for a path that is neither, or has no receipt.
+    Changes are relative to `against`, an artifact or receipt, or else to the next older of these receipts with the same
+    recipe, target and kind. Raises UsageError for a path that is neither an artifact nor a receipt, or has no receipt.
     """
     found = [read_entry(name, environment) for name in named]
     if against is not None:
@@ -77,7 +77,7 @@ def gather(named: Sequence[str], environment: Environment, against: str | None =
 
 
 def read_entry(named: str, environment: Environment, before: Mapping[str, Any] | None = None) -> ReportEntry:
-    """Return the entry of one artifact or receipt; its changes are those since the receipt `before`."""
+    """Return the entry of one artifact or receipt, with its changes since the receipt `before`."""
     path = Path(named)
     if not _is_document(path):
         with open_artifact(named, environment, None) as opened:
@@ -125,7 +125,7 @@ def _is_document(path: Path) -> bool:
 def _with_artifact(
     entry: ReportEntry, opened: ArtifactReader, state: Mapping[str, Any] | None, environment: Environment
 ) -> ReportEntry:
-    """Add what can be read of the artifact; `state` says whether the receipt is its."""
+    """Add the data of the artifact, as far as it can be read; `state` is whether the receipt belongs to it."""
     contents = opened.contents(hashes=False)
     notes = []
     if state is not None and state["changed"]:
@@ -206,7 +206,7 @@ def _when(receipt: Mapping[str, Any]) -> str:
 
 
 def _against(entry: ReportEntry, named: str, other: str, environment: Environment) -> Changes:
-    """Return the changes since the artifact or receipt `other`: those of artifacts if both are, else of receipts."""
+    """Return the changes since `other`: between the artifacts if both are available, else between the receipts."""
     if _is_document(Path(other)) or _is_document(Path(named)):
         before = read_entry(other, environment).receipt
         return receipt_changes(before, entry.receipt, f"{other}, {_when(before)}")
@@ -255,5 +255,5 @@ def _differing(before: Mapping[str, str], now: Mapping[str, str]) -> list[Change
 
 
 def _short_digest(text: str) -> str:
-    """Return a digest as far as people compare it."""
+    """Return a digest, shortened for display."""
     return f"{text[:19]}…" if text.startswith("sha256:") else text

@@ -1,4 +1,4 @@
-"""The parts of the page about one receipt: its verdict, checks and provenance, and what changed.
+"""The parts of the page about one receipt: its verdict, checks, provenance and changes.
 
 HTML is made from values: every text is escaped, unless it is `Html` already; the evidence of any check becomes tables.
 """
@@ -76,7 +76,7 @@ def prose(text: str) -> Html:
 
 
 def table(caption: str, columns: Iterable[str], rows: Iterable[Iterable[object]], numbers: Iterable[int] = ()) -> Html:
-    """Return a table whose first column heads its rows; it scrolls by itself where it is too wide.
+    """Return a table whose first column heads its rows; a wide table scrolls by itself.
 
     `numbers` are the places of columns with figures.
     """
@@ -225,7 +225,7 @@ def badge(status: object, word: str = "") -> Html:
 
 
 def icon(look: str) -> Html:
-    """Return the sign of a status, which says nothing that the word beside it does not say."""
+    """Return the sign of a status, which repeats the word beside it."""
     return h("svg", h("use", href=f"#x-{look}"), class_="icon", aria_hidden="true")
 
 
@@ -296,7 +296,7 @@ def _shape(receipt: Mapping[str, Any]) -> str | None:
 
 
 def failures(entry: ReportEntry) -> Html | None:
-    """Return what failed and why, before everything else."""
+    """Return the failed checks with their reasons, for the top of the page."""
     bad = [one for one in checks_of(entry.receipt) if one.get("status") == FAILED]
     if not bad:
         return None
@@ -335,7 +335,7 @@ def _first_line(text: str) -> str:
 
 
 def changes(entry: ReportEntry) -> Html | None:
-    """Return what changed since another artifact or the receipt before."""
+    """Return the changes since another artifact or an earlier receipt."""
     found = entry.changes
     if found is None:
         return None
@@ -354,7 +354,7 @@ def _change(part: str, one: Change) -> list[object]:
 
 
 def provenance(entry: ReportEntry, shared: Shared) -> Html:
-    """Return where the artifact comes from, on which host and with which settings it was verified, and the receipt."""
+    """Return the artifact's origin, the host and the settings of its verification, and the receipt."""
     receipt = entry.receipt
     groups: list[Html] = []
     for title, place in (("Versions", "versions"), ("Host", "host"), ("Settings", "settings"), ("Own code", "project")):
@@ -385,7 +385,7 @@ def performance(entry: ReportEntry) -> Html | None:
 
 
 def slim(entry: ReportEntry) -> Html | None:
-    """Return what the wheels are without, by [slim] of the recipe."""
+    """Return the parts that [slim] of the recipe removed from wheels."""
     found = entry.receipt.get("slim")
     if not isinstance(found, Mapping) or not found:
         return None
@@ -396,7 +396,7 @@ def slim(entry: ReportEntry) -> Html | None:
 
 
 def download(entry: ReportEntry, what: str, ending: str, text: str, shared: Shared) -> Html:
-    """Return a link that saves `text`, which the page holds, as a file that is named after the artifact.
+    """Return a link that saves `text`, which the page contains, as a file named after the artifact.
 
     On a page of several receipts it is compressed, because files would be the larger part of the page.
     """
