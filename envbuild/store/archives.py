@@ -1,8 +1,7 @@
 """Locked source archives, fetched by hash: from the store, the site's mirrors, a URL, an index, or a git repository.
 
-An archive of a git commit has the same bytes on every machine: it has the files of the commit, or of one folder of it,
-with its submodules and without git's own files. Sources: git-fetch(1), git-submodule(1); git-lfs,
-`GIT_LFS_SKIP_SMUDGE`.
+An archive of a git commit has the same bytes on every machine. It contains the files of the commit, or of one folder,
+with submodules and without git's own files. Sources: git-fetch(1), git-submodule(1); git-lfs, `GIT_LFS_SKIP_SMUDGE`.
 """
 
 from __future__ import annotations
@@ -102,8 +101,8 @@ class WantedArchive:
     """A locked source archive, and its sha256 (hex).
 
     `url` is its URL; "index:NAME" stands for pip's indexes and the recipe's `indexes`, and
-    "git+URL@COMMIT#subdirectory=DIR" for a commit, of which the archive is made here. `table` is the table of the
-    recipe with its sha256, "" for one of a lock.
+    "git+URL@COMMIT#subdirectory=DIR" for a commit, whose archive is made on this host. `table` is the table of the
+    recipe with its sha256, "" for an archive of a lock.
     """
 
     name: str

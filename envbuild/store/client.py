@@ -117,7 +117,7 @@ def path_of(url: str) -> Path:
 
 
 def split_credentials(url: str) -> tuple[str, tuple[str, str] | None]:
-    """Return `url` without credentials, and the credentials as decoded (user, password), or None."""
+    """Return `url` without credentials, and the decoded credentials (user, password), or None."""
     parts = urlsplit(url)
     if "@" not in parts.netloc:
         return url, None

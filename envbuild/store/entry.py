@@ -73,7 +73,7 @@ class CacheEntry:
 
 @dataclass(frozen=True, slots=True)
 class EntryFile:
-    """A file of an entry: its path in the store, sha256 (sha256:…), bytes, and its content if that is known."""
+    """A file of an entry: its path in the store, sha256 (sha256:…), size in bytes, and its content if known."""
 
     name: str
     digest: str
@@ -89,7 +89,7 @@ class ResultCache(Protocol):
         ...
 
     def bring(self, entry: CacheEntry, *, whole: bool = True) -> bool:
-        """Fetch `entry` into the store, and return whether the cache had it; the caller checks what it says.
+        """Fetch `entry` into the store, and return whether the cache had it; the caller checks its content.
 
         Without `whole`, return a segment before its data have come: a second call with `whole` waits for them.
         """
@@ -98,7 +98,7 @@ class ResultCache(Protocol):
     def bring_part(self, entry: CacheEntry, place: Path, end: int) -> bool:
         """Wait until the file `place` has the first `end` bytes of the last file of `entry` that is fetched.
 
-        Returns False if `bring` must be waited for. That tells later whether these bytes were those of the entry.
+        Returns False if the caller must wait for `bring`, which later reports whether these bytes were correct.
         """
         ...
 
@@ -131,7 +131,7 @@ def shared(
 ) -> T:
     """Return what `known` finds in the store, fetched from the cache `remote` if that has it; else `make` it.
 
-    What is made is offered to the cache, with the `blobs` of the result.
+    A new result is offered to the cache, with its `blobs`.
     """
     if (found := known()) is not None or (found := fetched(entry, remote, known)) is not None:
         return found
@@ -176,7 +176,7 @@ def _statement(entry: CacheEntry, files: Sequence[EntryFile]) -> bytes:
 def read_entry(raw: bytes, entry: CacheEntry, signers: Sequence[Key] = ()) -> tuple[list[EntryFile], float]:
     """Return the files of `entry` in the order in which they are put in place, and the seconds that it took to make.
 
-    Raises ValueError for a manifest that is not of this entry, or that none of `signers` has signed if there are any.
+    Raises ValueError for a manifest of another entry, and for one without a signature of `signers`, if there are any.
     """
     try:
         found = parse_json(raw)

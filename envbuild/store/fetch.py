@@ -59,9 +59,9 @@ class CondaArchive:
 
 @dataclass(frozen=True, slots=True)
 class SourceAnswer:
-    """Why a source does not have an item.
+    """The reason why a source does not have an item.
 
-    `source` is an index, a folder, a channel or its mirror; `address` is the item's URL or path, if that is known.
+    `source` is an index, a folder, a channel or its mirror; `address` is the item's URL or path, if known.
     """
 
     source: str
@@ -187,7 +187,7 @@ def _located(
 
 
 def _described(absent: Answers[Item], title: str) -> list[str]:
-    """Return the lines of the message for `absent`: items of which all sources said the same share a few lines."""
+    """Return the lines of the message for `absent`; items with the same answers of all sources share lines."""
     causes: dict[tuple[tuple[str, str], ...], list[Item]] = {}
     for item, told in absent.items():
         causes.setdefault(tuple(dict.fromkeys((one.source, one.reason) for one in told)), []).append(item)

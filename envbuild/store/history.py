@@ -1,7 +1,7 @@
-"""What the verifications of each recipe measured, over time: a bounded record in the store for each recipe.
+"""Measurements of each recipe's verifications over time: a bounded record in the store for each recipe.
 
-Every build replaces the receipt beside its artifact. Its facts that are compared over time are kept here, without the
-checks and their evidence: a few hundred bytes each.
+Every build replaces the receipt beside its artifact. Its figures for comparison over time are kept in this record,
+without the checks and their evidence: a few hundred bytes each.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def row_of(receipt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def record(store: Store, receipt: Mapping[str, Any]) -> None:
-    """Keep the facts of a receipt; the oldest of its series gives way. A store that cannot be written stays as is."""
+    """Keep the facts of a receipt in place of the oldest of its series. Does nothing if the store cannot be written."""
     recipe = receipt["recipe"]["name"]
     if not _NAME.fullmatch(recipe):  # an image of a foreign origin has none
         return

@@ -2,8 +2,8 @@
 
 The manifest is that of an artifact (OCI image specification 1.1). Its configuration says which bytes of which blob the
 file consists of, in order; its layers are the segments, the rest (headers, repacked blocks and tables), the receipt and
-its attestation. A node that has the segments of another version fetches the others and the rest alone, and writes the
-same bytes.
+its attestation. A node that has the segments of another version fetches only the missing segments and the rest, and
+writes the same bytes.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ class FilePieces:
     pieces: tuple[tuple[str, int, int], ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Return what the configuration of the file's manifest says, for JSON."""
+        """Return the configuration of the file's manifest as a JSON object."""
         return {name: getattr(self, name) for name in ("kind", "name", "target", "digest", "size", "pieces")}
 
 
 def note_spans(store: Store, digest: str, spans: Sequence[Span]) -> None:
-    """Keep which parts of the file with this digest are those of segments."""
+    """Record which parts of the file with this digest come from segments."""
     with suppress(OSError, BuildError):  # a push without it sends the whole file
         store.folder("maps")
         write_note(_map(store, digest), {"spans": spans})
 
 
 def known_spans(store: Store, digest: str) -> tuple[list[Span], dict[str, str]]:
-    """Return the parts of a file that are those of segments in `store`, and name → sha256:… of these segments."""
+    """Return the parts of a file that come from segments in `store`, and name → sha256:… of these segments."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         path = _map(store, digest)
         spans = [(int(at), str(name), int(start), int(size)) for at, name, start, size in read_note(path)["spans"]]
@@ -90,7 +90,7 @@ def split(
 ) -> list[tuple[str | None, int, int]]:
     """Write the bytes of `file` that no span has to `rest`; return all pieces, None for the digest of the rest.
 
-    `digests` are those of the segments by name. Raises OSError, and EOFError for a file that is cut short.
+    `digests` maps segment names to digests. Raises OSError, and EOFError for a file that is cut short.
     """
     pieces: list[tuple[str | None, int, int]] = []
     with file.open("rb") as source, rest.open("wb") as out:
@@ -124,7 +124,7 @@ def render(config: Descriptor, blobs: Sequence[Descriptor]) -> bytes:
 
 
 def is_pushed(raw: bytes) -> bool:
-    """Return whether a manifest is that of an artifact, and not of an image."""
+    """Return whether a manifest is an artifact's, and not an image's."""
     try:
         return bool(parse_json(raw).get("artifactType") == ARTIFACT)
     except (ValueError, AttributeError):

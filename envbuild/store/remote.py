@@ -1,8 +1,8 @@
-"""Results of builds in a registry: the cache that a team shares, as site and environment name it.
+"""The team's cache: results of builds in a registry, which the site or the environment names.
 
-Its entries are those of store/entry.py. A cache never makes a build fail: what it lacks, or has in an invalid entry, is
-made here. A build waits for a transfer unless it is too slow. Everything that builds of a recipe used is uploaded or
-fetched at once; the list of it is an entry of its own, whose key is the recipe's name.
+Its entries are defined in store/entry.py. A cache never makes a build fail: missing and invalid entries are built on
+this host. A build waits for a transfer unless it is too slow. `push_recipe` and `pull_recipe` transfer all results that
+builds of a recipe used; their list is an entry of its own, whose key is the recipe's name.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Transfer:
         self.taken_back |= moved < 0
 
     def is_slow(self) -> bool:
-        """Return whether it is too slow to wait for; a server that sends a byte now and then never times out."""
+        """Return whether it is too slow to wait for: a server that sends single bytes would never time out."""
         late = time.monotonic() - self.begun - _PATIENCE_S
         return self.begun > 0 and late > 0 and self.moved < late * SLOWEST
 
@@ -190,7 +190,7 @@ class RemoteCache:
             raise BuildError(f"{self.registry.reference.name}:{entry.tag}: {error}") from error
 
     def flush(self) -> None:
-        """Wait until what was made is uploaded, or that takes too long."""
+        """Wait until new results are uploaded, or the upload takes too long."""
         if all(one.ready() for one in self._uploads):
             return
         log(f"uploading to the cache {self.registry.reference.name}")
@@ -202,7 +202,7 @@ class RemoteCache:
             time.sleep(_POLL_S)
 
     def close(self, *, wait: bool) -> None:
-        """End the transfers; `wait` until what was made is uploaded. Log what the run had from the cache."""
+        """End the transfers, with `wait` after the uploads of new results. Log the run's use of the cache."""
         if wait:
             self.flush()
         self._stop.set()
@@ -392,13 +392,13 @@ _PARALLEL = 4
 
 
 def entries_of(store: Store, recipe: str) -> list[CacheEntry]:
-    """Return the entries for what builds of `recipe` used and `store` still has."""
+    """Return the entries of the results that builds of `recipe` used and `store` still has."""
     names = sorted(recipes(store).get(recipe, ()))
     return [entry for name in names if (store.root / name).exists() and (entry := _entry(name)) is not None]
 
 
 def _entry(item: str) -> CacheEntry | None:
-    """Return the entry of an item of the store (store/usage.py), None for what is no result of a build."""
+    """Return the entry of an item of the store (store/usage.py), None for an item that is no result of a build."""
     if item.startswith("built/"):
         return CacheEntry("built", item.removeprefix("built/"))
     for kind, files in KINDS.items():
@@ -411,7 +411,7 @@ def _entry(item: str) -> CacheEntry | None:
 def push_recipe(
     remote: RemoteCache, recipe: str, pack: Callable[[Store, Path], CacheEntry], done: Callable[[CacheEntry], None]
 ) -> tuple[int, int]:
-    """Upload what builds of `recipe` used and the cache lacks, and its list; return the entries, and the bytes sent.
+    """Upload the results that builds of `recipe` used, and their list; return the entries, and the bytes sent.
 
     `pack` writes the file of a source-built layer's entry; `done` is called for each entry, from several threads.
     Raises BuildError when a request fails.
@@ -437,7 +437,7 @@ def push_recipe(
 
 
 def pull_recipe(remote: RemoteCache, recipe: str) -> tuple[int, int]:
-    """Fetch what the cache has of `recipe`; return the number of its entries, and of those that could not be fetched.
+    """Fetch the results for `recipe` from the cache; return the number of its entries, and how many failed.
 
     Raises BuildError if the cache has no list of it.
     """

@@ -134,9 +134,9 @@ class Store:
         return Blobs(self.folder("blobs"), self.digests)
 
     def find(self, kind: str, sha256: str, fits: Callable[[str], bool]) -> Path | None:
-        """Return the file with this digest below the folder `kind` whose name `fits`, None when the store has none.
+        """Return the file with this digest below the folder `kind` whose name `fits`, None without one.
 
-        Programs go by the name of a wheel: one of another name is as good as missing.
+        Installers read a wheel's name, so a wheel with another name does not count.
         """
         with contextlib.suppress(OSError):
             for name in sorted(os.listdir(folder := self.root / kind / sha256)):
@@ -148,7 +148,7 @@ class Store:
     def adopt(self, temporary: Path, sha256: str, name: str, kind: str = "wheels") -> Path:
         """Move a finished download with this digest to its path below the folder `kind`, and return the path.
 
-        `name` may be the word of others. Raises BuildError for one that is no name of a file.
+        `name` may come from an untrusted source. Raises BuildError if it is not a file name.
         """
         if not is_file_name(name):
             raise BuildError(

@@ -1,8 +1,8 @@
-"""What the store holds, when each item was last used and for which recipes, and the removal of what is not used.
+"""Items of the store: their sizes, last uses and recipes, and the removal of unused ones.
 
 The time of use is the later of an item's own time and that of its note in `digests`, which every use of a file sets
-(cache/hashed.py). A removal is safe beside running builds: each is registered in `running`, and what was used since the
-first of them began stays. An item is tested and renamed away under a lock that excludes every use (Digests.using).
+(cache/hashed.py). A removal is safe beside running builds: each is registered in `running`, and items used since the
+first one began stay. An item is tested and renamed away under a lock that excludes every use (Digests.using).
 Environments keep their files: they have links or copies.
 """
 
@@ -87,14 +87,14 @@ class StoreItem:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """The items that a removal chose: those that were `removed`, and those that a running build `held`."""
+    """The items of a removal: the `removed` ones, and the ones that a running build `held`."""
 
     removed: tuple[StoreItem, ...]
     held: tuple[StoreItem, ...]
 
 
 def items(store: Store) -> list[StoreItem]:
-    """Return all items of `store`, those that were not used for longest first. Raises OSError."""
+    """Return all items of `store`, the least recently used first. Raises OSError."""
     found = [item for kind in _KINDS for path in store.root.glob(kind.pattern) if (item := _item(store, kind, path))]
     return sorted(found, key=lambda item: (item.used, item.name))
 
@@ -186,9 +186,9 @@ def choose(
     keep: int | None = None,
     only: Callable[[StoreItem], bool] = lambda _: True,
 ) -> list[StoreItem]:
-    """Return the items to remove, of those for which `only` is true: those not used for `older_s` seconds.
+    """Return the items to remove, among those for which `only` is true: items not used for `older_s` seconds.
 
-    Then, while more than `keep` bytes remain, those that were not used for longest. Without both, all of them.
+    Then, while more than `keep` bytes remain, the least recently used items. Without both, all items.
     """
 
     def free(item: StoreItem) -> bool:
@@ -263,7 +263,7 @@ def _put_away(store: Store, item: StoreItem, since: float, trash: Path) -> bool:
 
 
 def limit(store: Store, most: int) -> None:
-    """Remove what was not used for longest if `store` has more than `most` bytes; looked at once in an hour."""
+    """Remove the least recently used items if `store` has more than `most` bytes; checked once an hour."""
     with suppress(OSError, BuildError):
         place = store.folder("pruned")  # a removal changes its time
         if time.time() - place.stat().st_mtime < _EVERY_S:
