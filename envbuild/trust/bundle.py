@@ -1,4 +1,4 @@
-"""Attestations: in-toto statements in signed envelopes (DSSE), stored as Sigstore bundles beside what they are of.
+"""Attestations: in-toto statements in signed envelopes (DSSE), stored as Sigstore bundles beside their subjects.
 
 Sources: in-toto Statement v1 (github.com/in-toto/attestation, spec/v1/statement.md), DSSE v1 (secure-systems-lab/dsse,
 protocol.md), Sigstore bundle v0.3 (sigstore/protobuf-specs, sigstore_bundle.proto) with a public key's hint in place of
@@ -36,7 +36,7 @@ _ANYBODY = "urn:envbuild:builder"
 
 
 def bundle_path(artifact: Path, name: str = "") -> Path:
-    """Return the path of a bundle of `artifact`, which lies beside it; `name` is one of PREDICATES."""
+    """Return the path of a bundle beside `artifact`; `name` is one of PREDICATES."""
     return artifact.with_name(".".join(filter(None, (artifact.name, name, "sigstore.json"))))
 
 
@@ -84,9 +84,9 @@ def read_bundle(path: Path) -> bytes:
 
 
 def opened(bundle: bytes, keys: Sequence[Key]) -> tuple[dict[str, Any], Key | None]:
-    """Return the statement in `bundle`, and the one of `keys` that signed it, None if none did.
+    """Return the statement in `bundle`, and the key among `keys` that signed it, None without one.
 
-    What a bundle says of its key is not believed: every key is tried. Raises ValueError for what is no such bundle.
+    The bundle's hint to its key is not trusted: every key is tried. Raises ValueError for an invalid bundle.
     """
     from securesystemslib.dsse import Envelope
 
@@ -128,7 +128,7 @@ def _signed(key: Key, signature: str, told: bytes) -> bool:
 def provenance(receipt: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
     """Return the provenance of the artifact of `receipt`, built by the CI that `env` describes.
 
-    It is the signer's statement: nothing checks what it says of the CI.
+    The signer vouches for its content: envbuild does not check the facts about the CI.
     """
     digests = {name: receipt[name]["digest"] for name in ("recipe", "lock", "plan")}
     materials: list[dict[str, Any]] = [

@@ -57,8 +57,8 @@ _AGENT_HINT = "start one (`eval $(ssh-agent)`), and add the key: `ssh-add KEY`"
 def load_signer(named: str, public: Path | None, passphrase: Callable[[], str], option: str = "--key") -> Signer:
     """Return the signer with the private key `named`: a PEM file, `ssh-agent`, or the URI of a KMS.
 
-    The last two need the `public` key. `passphrase` is called for an encrypted file; `option` is what named the key.
-    Raises UsageError, which never contains the key.
+    The last two need the `public` key. `passphrase` is called for an encrypted file; `option` is the option with the
+    key. Raises UsageError, which never contains the key.
     """
     if named == AGENT:
         if public is None:
@@ -146,7 +146,7 @@ class AgentSigner(Signer):
         raise NotImplementedError
 
     def sign(self, payload: bytes) -> Signature:
-        """Return the agent's signature of `payload`. Raises UsageError when there is none."""
+        """Return the agent's signature of `payload`. Raises UsageError if the agent cannot sign."""
         answer = self._asked(bytes([_SIGN_REQUEST]) + _string(self._blob) + _string(payload) + bytes(4))
         try:
             if answer[0] != _SIGN_RESPONSE:

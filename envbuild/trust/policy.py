@@ -36,9 +36,9 @@ class TrustVerdict:
 
 
 def attested(receipt: Mapping[str, Any], name: str = "", predicate: Mapping[str, Any] | None = None) -> bytes:
-    """Return the statement of `receipt` on the content that it is of: the artifact, and the manifest of its files.
+    """Return the statement of `receipt` about its subjects: the artifact, and the manifest of its files.
 
-    `name` and `predicate` are those of another attestation of the same content.
+    `name` and `predicate` are given for another attestation of the same content.
     """
     artifact = receipt["artifact"]
     subjects = {f"{receipt['recipe']['name']}/{receipt['target']}/{artifact['kind']}": artifact["digest"]}
@@ -64,9 +64,9 @@ class Signers:
         return cls({path: load_public(Path(path)) for path in trust.signers}, trust.identities, trust.sigstore)
 
     def opened(self, bundle: bytes) -> tuple[dict[str, Any], str]:
-        """Return the statement in `bundle`, and who signed it, "" if none of these.
+        """Return the statement in `bundle`, and its signer, "" if it is none of these.
 
-        Raises ValueError for what is no bundle, and HostError for a keyless one without sigstore-python.
+        Raises ValueError for an invalid bundle, and HostError for a keyless one without sigstore-python.
         """
         found, key = opened(bundle, list(self.keys.values()))
         if key is not None:
@@ -84,12 +84,12 @@ def judge(
     names: Sequence[str] = (),
     recipe: str = "",
 ) -> TrustVerdict:
-    """Return why `receipt`, which is of the content of `artifact`, is trusted at the time `now`.
+    """Return the verdict on `receipt`, for the content of `artifact`, at the time `now`.
 
-    `digest` is that of the image in a registry, "" for the artifact's own: `pushed` in a receipt is nobody's word.
-    `names` are those by which the artifact was found, and `recipe` is that of which it must be, "" for any.
+    `digest` is the image's digest in a registry, "" to use the artifact's own: the field `pushed` of a receipt is not
+    signed. `names` are the names by which the artifact was found, `recipe` is the required recipe, "" for any.
 
-    Raises VerificationError, which says why it is not, and UsageError for a faulty key of the site.
+    Raises VerificationError with the reason if it is not trusted, and UsageError for a faulty key of the site.
     """
     signers, digest, others = Signers.of(trust), digest or receipt["artifact"]["digest"], []
     told, signer = signed(artifact, bundle_path(artifact), RECEIPT, "attestation", digest, signers)
@@ -103,9 +103,9 @@ def judge(
 
 
 def check_recipe(artifact: Path, told: object, trust: TrustTable, names: Sequence[str], recipe: str) -> None:
-    """Raise VerificationError unless `told`, the recipe in an attestation, is that of `names` and `recipe`.
+    """Raise VerificationError unless `told`, the recipe in an attestation, matches `names` and `recipe`.
 
-    A signature is of content: whoever may move a tag or a file can put other signed content in its place.
+    A signature covers only content: whoever may move a tag or a file could replace it with other signed content.
     """
     found = told.get("name") if isinstance(told, Mapping) else told
     wanted = [("[trust] names of the site says", name, trust.names[name]) for name in names if name in trust.names][:1]
@@ -122,10 +122,10 @@ def check_recipe(artifact: Path, told: object, trust: TrustTable, names: Sequenc
 def signed(
     artifact: Path, place: Path, kind: str, title: str, digest: str, signers: Signers
 ) -> tuple[dict[str, Any], str]:
-    """Return the predicate, of the type `kind`, of the attestation at `place`, and which of `signers` has signed it.
+    """Return the predicate of type `kind` of the attestation at `place`, and its signer among `signers`.
 
-    Raises VerificationError when none has, and when it is not of the content with the `digest` of `artifact`; `title`
-    is what is missing then.
+    Raises VerificationError without a signer, and for an attestation of other content than `artifact` with `digest`;
+    `title` names the attestation in messages.
     """
     try:
         found, by = signers.opened(read_bundle(place))
