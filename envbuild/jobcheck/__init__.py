@@ -1,1 +1,1 @@
-"""Text in, findings out: the lint of job scripts and the diagnosis of their logs."""
+"""Checks of text: the lint of job scripts, and the diagnosis of job logs."""

@@ -1,1 +1,1 @@
-"""The diagnosis of logs (of jobs, verification and source builds): one engine and one table of rules."""
+"""Diagnosis of logs (of jobs, verification and source builds): one engine and one table of rules."""

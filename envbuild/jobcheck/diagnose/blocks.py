@@ -1,8 +1,8 @@
-"""Blocks of lines: the program's own words on its failure, and messages of Open MPI.
+"""Blocks of log lines: the program's own error message, and messages of Open MPI.
 
-A log may mix the lines of many ranks. The program's own words are its first exception or, in a log without tracebacks,
-the line that decides. A traceback has the format of Python (traceback.c), of rich (a box) or of IPython; its begin or
-its indentation may be missing. Each line may have a prefix that names its process (`[rank0]: `, `0: `,
+A log may mix the lines of many ranks. The program's error message is its first exception or, in a log without
+tracebacks, its most specific line. A traceback has the format of Python (traceback.c), of rich (a box) or of IPython;
+its begin or its indentation may be missing. Each line may have a prefix that names its process (`[rank0]: `, `0: `,
 `[pod/ddp-worker-0/pytorch] `).
 
 A message of Open MPI or PRRTE begins and ends with a line of 74 dashes (opal/util/show_help.c, "dash_line"); it is
@@ -100,7 +100,7 @@ _SHOWN_HELP = 1000
 
 
 class Line(NamedTuple):
-    """A line of a log."""
+    """Line of a log."""
 
     file: str
     number: int
@@ -108,7 +108,7 @@ class Line(NamedTuple):
 
 
 class Weight(IntEnum):
-    """How well words decide why a program failed; of equal ones the first count, up to ERROR the last."""
+    """How well a message explains a failure; of equal weights the first message counts, but up to ERROR the last."""
 
     NOTHING = 0
     MENTION = 1
@@ -123,9 +123,9 @@ class Weight(IntEnum):
 
 @dataclass(slots=True)
 class Words:
-    """Lines in which a program says why it failed, the number of the decisive one, and the `marks` on them.
+    """Error message of a program: its lines, the number of the decisive line, and the `marks` of the lines.
 
-    `led` is the last exception to which the one in `lines` led, `at` the place of the decisive text in the only line.
+    `led` is the last exception that the one in `lines` caused, `at` the offset of the decisive text in a single line.
     """
 
     weight: Weight = Weight.NOTHING
@@ -138,10 +138,10 @@ class Words:
 
 @dataclass(slots=True)
 class _Open:
-    """A traceback whose exception has not been read: its last frame, and the last frame in the program's own files.
+    """Traceback whose exception has not been read: its last frame, and the last frame in the program's own files.
 
-    `name` is the exception that the header of IPython names, `boxed` whether rich's box is open, `bare` whether the
-    line before is a frame without indentation.
+    `name` is the exception in IPython's header, `boxed` whether rich's box is open, `bare` whether the previous line is
+    a frame without indentation.
     """
 
     last: list[Line] = field(default_factory=list)
@@ -157,7 +157,7 @@ class _Open:
 
 @dataclass(slots=True)
 class _After:
-    """What may follow the best words: more lines of their message, and an exception to which they led."""
+    """State after the best message: it may continue in further lines, or cause another exception."""
 
     prefix: str
     wanted: bool
@@ -169,9 +169,9 @@ class _After:
 
 @dataclass(slots=True)
 class Exceptions:
-    """A reader of log lines that finds the best `words` of the program, which are neither torchrun's nor ignored.
+    """Reader of log lines that finds the program's best error message, `words`, except torchrun's and ignored ones.
 
-    Before an exception are the frames that locate it.
+    The frames before an exception tell its location.
     """
 
     best: Words = field(default_factory=Words)
@@ -182,12 +182,12 @@ class Exceptions:
 
     @property
     def open(self) -> bool:
-        """Whether each line counts; else only lines with a text that marks a traceback or an error."""
+        """Whether every line must be read; else only lines with a text that marks a traceback or an error."""
         return self._after is not None or bool(self._open)
 
     @property
     def words(self) -> Words:
-        """The best words; in a log that ends within a traceback and has no others, the last frames."""
+        """Best error message; in a log that ends within a traceback and has no other message, the last frames."""
         frames = next((one for one in self._open.values() if one.last and not one.launcher | one.ignored), None)
         # A program goes on after what it says before a traceback.
         late = frames is not None and self.best.weight <= Weight.REFUSAL and self.best.order < self._begun
@@ -228,7 +228,7 @@ class Exceptions:
             self._begun = order
 
     def _without_bar(self, plain: str, before: str) -> None:
-        """Correct the prefix of a traceback that began behind a progress bar in the line before, by its first frame."""
+        """Correct the prefix of a traceback begun after a progress bar in the line before, by its first frame."""
         bar, begun, _ = _TIME.sub("", before).partition(BEGIN)
         prefix, frame, _ = plain.partition('  File "')
         known = not begun or not frame or prefix in self._open
@@ -276,7 +276,7 @@ class Exceptions:
                 self._open.clear()
 
     def _follows(self, after: _After, line: Line, plain: str, marks: Collection[Hashable]) -> bool:
-        """Return whether `line` is a further line of the best words' message, or leads to another exception."""
+        """Return whether `line` continues the best message, or announces another exception caused by it."""
         after.lines += 1
         if after.led:
             if after.lines > _LONGEST:
@@ -304,7 +304,7 @@ class Exceptions:
         return False
 
     def _decide(self, line: Line, plain: str, order: int, marks: Collection[Hashable]) -> None:
-        """Replace the best words by a line outside of tracebacks that has a higher weight."""
+        """Replace the best message by a line outside of tracebacks with a higher weight."""
         if _OF_LAUNCHERS.search(plain):
             return
         for weight, regex in _DECISIVE:
@@ -329,7 +329,7 @@ _DECISIVE = (
 
 
 def _is_open(text: str) -> bool:
-    """Return whether the message in `text` goes on in the next line."""
+    """Return whether the message in `text` continues in the next line."""
     return text.rstrip().endswith(":") or text.rstrip().endswith("(")
 
 
@@ -378,7 +378,7 @@ def _in_frame_of_others(one: _Open, line: Line, text: str, before: str) -> tuple
 
 @dataclass(slots=True)
 class HelpBlock:
-    """The block that is read; `open` while its end is missing, and each line counts."""
+    """Reader of a message block; `open` until the block ends, so that every line must be read."""
 
     open: bool = False
     _prefix: str = ""

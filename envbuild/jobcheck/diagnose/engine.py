@@ -1,10 +1,10 @@
-"""The engine that applies the rules of data/diagnoses.toml to logs, in one pass over their lines.
+"""Engine that applies the rules of data/diagnoses.toml to logs, in one pass over their lines.
 
 A rule holds if each of its `all` patterns, one of its `any` and none of its `none` match some line of some log,
 and its counts hold over all logs together. A line of NCCL's log is also matched in the form that nccl_log.py
 parses, `nccl:KIND: TEXT`; so is the line behind torch's `Last error:`, which quotes NCCL. If a requeued job
 appended to its log, counts restart at the line that reports the new attempt. If no cause is known, the diagnosis
-shows the program's own words (blocks.py). A message of Open MPI, a block of lines, is matched as one line,
+shows the program's error message (blocks.py). A message of Open MPI, a block of lines, is matched as one line,
 `mpi:help: TEXT`. Patterns are tried only on lines that contain their constant texts (LineShapes).
 """
 
@@ -73,7 +73,7 @@ def _encoded(text: str) -> bytes:
 
 
 class TextIndex(Generic[Mark]):
-    """The marks of lines: those of `texts` of which a line contains one text; a mark without texts is on each."""
+    """Index from texts to marks: a line has a mark if it contains one of the mark's texts, or if the mark has none."""
 
     def __init__(self, texts: Mapping[Mark, Collection[str]]) -> None:
         encoded = {mark: set(map(_encoded, some)) for mark, some in texts.items()}
@@ -105,7 +105,7 @@ class TextIndex(Generic[Mark]):
 
 
 class LineShapes(Generic[Mark]):
-    """The shapes of a log's lines, each searched once: most lines differ in their digits alone, which a shape lacks."""
+    """Shapes of log lines: lines without digits. Each shape is searched once: most lines differ only in digits."""
 
     def __init__(self, index: TextIndex[Mark]) -> None:
         self._index = index
@@ -113,7 +113,7 @@ class LineShapes(Generic[Mark]):
         self._characters = 0
 
     def of(self, lines: str) -> list[tuple[Mark, ...]]:
-        """Return the marks of each of the `lines`, which newlines separate."""
+        """Return the marks of each line of the text `lines`."""
         shapes = _encoded(lines).split(b"\n")
         if len(self._known) > _MOST or self._characters > _MOST_CHARACTERS:
             self._known.clear()
@@ -146,7 +146,7 @@ def _ends(texts: Collection[bytes]) -> dict[bytes, list[tuple[bytes, bytes]]]:
 
 
 def _alternatives(texts: Collection[bytes]) -> re.Pattern[bytes]:
-    """Return an expression that matches at the begin of each of the `texts`."""
+    """Return an expression that matches at the beginning of any of the `texts`."""
     by_first: dict[bytes, set[bytes]] = {}
     for text in texts:
         by_first.setdefault(text[:1], set()).add(text[1:])
@@ -172,7 +172,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class DiagnosisFinding:
-    """A rule that holds, with its cause and hint filled in, and the lines that are its evidence."""
+    """Matching rule with its cause and hint filled in, and the log lines that are its evidence."""
 
     id: str
     kind: Kind
@@ -184,9 +184,9 @@ class DiagnosisFinding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The findings, causes first; and the program's own words on its failure, if no cause explains them.
+    """Findings of a diagnosis, causes first, and the program's error message, `words`, if no cause explains it.
 
-    They come before the findings: the first exception and its location, or the line that decides (blocks.py).
+    The message is shown first: the first exception and its location, or the most specific line (blocks.py).
 
     `lines` is the number of lines read; `last` are the last lines that look like an error.
     """
@@ -198,7 +198,7 @@ class Diagnosis:
 
     @property
     def verdict(self) -> Verdict:
-        """The most that the logs tell: words of the program that no rule explains come before causes."""
+        """Main result of the diagnosis: an unexplained error message of the program precedes causes."""
         if self.exception:
             return "program"
         kinds = {one.kind for one in self.findings}
@@ -213,9 +213,9 @@ class Diagnosis:
 
 @dataclass(slots=True)
 class _Seen:
-    """The `count` lines that match a pattern: the numbers of the first and the `latest` one, and the groups' values.
+    """Lines that match a pattern: their `count`, the numbers of the first and the `latest`, and the groups' values.
 
-    `alike` are lines, by file and without their numbers, that `kept` has already.
+    `alike` are the lines, by file and without numbers, that are already in `kept`.
     """
 
     kept: list[Evidence] = field(default_factory=list)
@@ -229,10 +229,10 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Course:
-    """The course of the job: the numbers of the last lines of training, and of the lines of its last events.
+    """Course of the job: the numbers of the last lines of training, and of the lines of its last events.
 
-    Events are a failed process, a new attempt and a good end. `logs` is the number of logs, `pods` whether they are
-    of pods.
+    Events are a failed process, a new attempt and a successful end. `logs` is the number of logs, `pods` whether they
+    are of pods.
     """
 
     trained: deque[int] = field(default_factory=lambda: deque([0], maxlen=_GOES_ON))
@@ -243,12 +243,12 @@ class _Course:
     pods: bool = False
 
     def passed(self, order: int) -> bool:
-        """Return whether the job trained on after line `order`; after a failure, other ranks may write a few lines."""
+        """Return whether training continued after line `order`; a few lines of other ranks do not count."""
         return self.trained[-1] > order if self.failed < order else self.long_passed(order)
 
     @property
     def survived(self) -> int:
-        """The number of the last line that a later attempt made good; 0 without such an attempt."""
+        """Number of the last line before a successful later attempt; 0 without such an attempt."""
         bad = max(self.attempt, self.failed)
         if self.attempt and (self.finished > bad or self.trained[0] > bad):
             return max(bad, self.trained[0])
@@ -261,7 +261,7 @@ class _Course:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Mark:
-    """Lines that tell the `course` of the job or its exceptions, and lines of NCCL that have other forms."""
+    """Kind of lines: about the job's `course`, with exceptions, or of NCCL, which are also matched in other forms."""
 
     name: Literal["attempts", "progress", "failures", "pods", "words", "nccl", "last", "help", "error"]
     regex: tuple[re.Pattern[str], ...] = ()
@@ -292,7 +292,7 @@ def _index_of(rules: tuple[DiagnosisRule, ...]) -> TextIndex[_Mark | LinePattern
 
 
 class _Reader:
-    """What the lines of logs show so far."""
+    """Reader of logs, with the matches so far."""
 
     def __init__(self, rules: tuple[DiagnosisRule, ...]) -> None:
         self._counted = {count.line for rule in rules for count in rule.counts}
@@ -333,7 +333,7 @@ class _Reader:
     def _line(
         self, line: Line, before: str, order: int, marks: Sequence[_Mark | LinePattern], here: dict[LinePattern, _Seen]
     ) -> None:
-        """Read a line that follows the line `before`; `here` counts in its log, since its last new attempt."""
+        """Read the line after `before`; `here` holds the counts of its log since the last new attempt."""
         course, words = "", False
         matched: list[LinePattern] = []
         if self._quoted[1] == order and line.text.startswith(self._quoted[0]):
@@ -417,10 +417,10 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Diagnosi
 
 
 def _comes_before(rule: DiagnosisRule, found: tuple[int, DiagnosisFinding], words: Words) -> bool:
-    """Return whether a cause says more than `words` of the program that no rule explains.
+    """Return whether a cause explains more than the program's error message `words`, which no rule explains.
 
-    Programs go on after warnings, and often after lines of a rule that `passes`, such as the exception of an optional
-    import; what a program says after other causes follows from them.
+    Programs continue after warnings, and often after lines of a rule that `passes`, such as the exception of an
+    optional import. After any other cause, a program's message is a consequence of it.
     """
     order, finding = found
     later = order < words.order
@@ -432,7 +432,7 @@ def _comes_before(rule: DiagnosisRule, found: tuple[int, DiagnosisFinding], word
 
 
 def _with_words(finding: DiagnosisFinding, words: tuple[Evidence, ...]) -> DiagnosisFinding:
-    """Return `finding` with the lines of an exception that it explains, its place first."""
+    """Return `finding` with the lines of the exception that it explains, the location first."""
     return replace(finding, evidence=tuple(dict.fromkeys((*words, *finding.evidence))))
 
 
@@ -452,7 +452,7 @@ def _count(one: _Seen, groups: Mapping[str, str | None]) -> None:
 
 @functools.lru_cache(1024)
 def _forms(text: str) -> tuple[str, ...]:
-    """Return the forms in which rules match a line of NCCL, whose other part differs between ranks."""
+    """Return the forms of a line of NCCL that rules match, without the prefix, which differs between ranks."""
     log = parse_nccl_log(text)
     faults = (f"nccl:{fault.kind}: {fault.text} => {fault.cause}" for fault in log.faults)
     networks = (f"nccl:network: {value}" for value in log.networks)

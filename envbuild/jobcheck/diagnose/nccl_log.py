@@ -1,4 +1,4 @@
-"""A parser for NCCL's log of one rank: version, networks, plugins, the transports of its channels, and faults.
+"""Parser for NCCL's log of one rank: version, networks, plugins, the transports of its channels, and faults.
 
 A line is `host:pid:tid [gpu] NCCL INFO text`, or, for warnings, `host:pid:tid [gpu] file.cc:line NCCL WARN
 text`; log collectors may add a prefix. The lines and their causes are in data/nccl_log.toml.
@@ -26,7 +26,7 @@ _VERSION = re.compile(r"\bNCCL version (\d\S*)\s*$")
 
 @dataclass(frozen=True, slots=True)
 class NcclFault:
-    """A line that reports a failure: its text, and the cause ("" if unknown)."""
+    """Line that reports a failure: its text, and the cause ("" if unknown)."""
 
     kind: Kind
     text: str
@@ -35,10 +35,10 @@ class NcclFault:
 
 @dataclass(frozen=True, slots=True)
 class NcclLog:
-    """The content of one rank's log; every list is in the order of the log, without repetitions.
+    """Content of one rank's log; every list is in the order of the log, without repetitions.
 
-    `networks` are those that NCCL used for its communicators, `transports` those of its channels ("NET/IB",
-    "P2P", "SHM"), `providers` are libfabric's, and `plugins` are the loaded ones. Among the `faults`, NCCL
+    `networks` are the networks of NCCL's communicators, `transports` the transports of its channels ("NET/IB",
+    "P2P", "SHM"), `providers` are libfabric's, and `plugins` are the loaded plugins. Among the `faults`, NCCL
     continues with another network after a missing or failed plugin and after a missing adapter; "fatal" ended
     the run, "error" is any other warning.
     """
@@ -64,7 +64,7 @@ def load_patterns() -> list[tuple[Kind, re.Pattern[str], str]]:
 
 
 def needles_of_forms() -> tuple[str, ...]:
-    """Return texts of which each line contains one that tells a network, a provider or a fault."""
+    """Return constant texts; every line about a network, a provider or a fault contains at least one of them."""
     kinds = ("network", "provider", *FAULTS)
     every = [needles(pattern.pattern) for kind, pattern, _ in load_patterns() if kind in kinds]
     return (*(text for some in every for text in some), "NCCL WARN") if all(every) else ("NCCL",)

@@ -1,6 +1,6 @@
-"""The lines of logs: files, compressed files, standard input, and records of torch's flight recorder.
+"""Reader of logs: files, compressed files, standard input, and records of torch's flight recorder.
 
-Invalid bytes and endless lines do no harm. A record is a pickle of plain values that a rank wrote
+Invalid bytes and endless lines are harmless. A record is a pickle of plain values that a rank wrote
 (ddp_train/flight.py, or NCCL's watchdog); its file's name ends with the rank. The records of a hung job are merged into
 lines for the rules. Sources: torch, torch/csrc/distributed/c10d/FlightRecorderDetail.hpp and
 torch/distributed/flight_recorder/components, which merges records, too, and needs torch.
@@ -67,14 +67,14 @@ _LONG = 4
 
 
 class _Unpickler(pickle._Unpickler):
-    """A reader for pickles of plain values. Any other opcode raises KeyError."""
+    """Reader for pickles of plain values. Any other opcode raises KeyError."""
 
     dispatch: ClassVar[Any] = {code: pickle._Unpickler.dispatch[code] for code in _OPCODES}
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A collective that a rank entered: its number in the process group, from 1."""
+    """Collective that a rank entered: its number in the process group, from 1."""
 
     number: int
     name: str
@@ -89,7 +89,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What one rank recorded: its calls by process group, the ranks of each group, its stack (FILE:LINE in NAME)."""
+    """Record of one rank: its calls by process group, the ranks of each group, its stack (FILE:LINE in NAME)."""
 
     rank: int
     calls: Mapping[str, Sequence[Call]]
@@ -98,7 +98,7 @@ class RankRecord:
 
 
 def is_record(path: Path) -> bool:
-    """Return whether `path` is a file of a flight recorder, or the stack beside one."""
+    """Return whether `path` is a record of the flight recorder, or the stack file beside a record."""
     if path.name.endswith(".stack"):
         return _RANK.search(path.stem) is not None
     if not _RANK.search(path.name) or not path.is_file():
@@ -111,7 +111,7 @@ def is_record(path: Path) -> bool:
 
 
 def read_record(path: Path) -> RankRecord | None:
-    """Return the record in the file `path`, None if it is none. Raises OSError."""
+    """Return the record in the file `path`, None for any other file. Raises OSError."""
     found = _RANK.search(path.name)
     with path.open("rb") as file:
         data = file.read(_LARGEST + 1)
@@ -146,7 +146,7 @@ def _stack(path: Path) -> tuple[str, ...]:
 
 
 def _text(value: object) -> str:
-    """Return `value`, a string. Lists are refused: shown as text, nested ones may be larger than memory."""
+    """Return `value` as text. Lists are refused, because the text of nested lists may be larger than memory."""
     if not isinstance(value, str):
         raise TypeError
     return value
@@ -173,15 +173,15 @@ def _call(entry: Mapping[str, Any], failed: bool) -> Call:
 
 
 def _where(frames: Sequence[str]) -> str:
-    """Return the first frame, from the innermost, that is not of torch."""
+    """Return the innermost frame that is not in torch."""
     return next((one for one in frames if not _OWN.search(one.rpartition(":")[0] or one)), frames[0] if frames else "")
 
 
 def merged(records: Iterable[RankRecord]) -> Iterator[str]:
-    """Yield a line for each thing that the records show: `flight: KIND: TEXT`, KIND being behind, differ, all or none.
+    """Yield a line for each result of comparing the records: `flight: KIND: TEXT`, KIND is behind, differ, all or none.
 
-    In a process group, the ranks that wait in the collective with the highest number wait for the others. Ranks that
-    are late in one group because they wait in another one are left out.
+    In a process group, the ranks in the collective with the highest number wait for the others. Ranks that are late in
+    one group because they wait in another group are left out.
     """
     by_rank = {one.rank: one for one in records}
     waiting = {
@@ -234,8 +234,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 def jobs_of(paths: Sequence[str]) -> dict[str, list[str]]:
     """Return the logs of each job by its number, "" if unknown.
 
-    A folder may contain the logs of many jobs, which the number in a log's name tells apart. Logs that are
-    given one by one belong together. Raises UsageError for a path that does not exist or cannot be read.
+    A folder may contain the logs of many jobs, distinguished by the number in a log's name. Logs that are
+    given as files belong to one job. Raises UsageError for a path that does not exist or cannot be read.
     """
     found: dict[str, list[str]] = {}
     every: list[str] = []
@@ -283,7 +283,7 @@ def read_logs(paths: Sequence[str]) -> Iterator[tuple[str, Iterator[str]]]:
 
 
 def _files(path: str) -> tuple[list[str], bool]:
-    """Return the logs at `path`, and whether it is a folder."""
+    """Return the log files at `path`, and whether it is a folder."""
     what = "log"
     try:
         if path == STDIN or not Path(path).is_dir():
@@ -321,7 +321,7 @@ def _blocks(path: str) -> Iterator[str]:
 
 
 def _until_last_start(file: IO[bytes]) -> Iterator[str]:
-    """Move to the line of the last pod that began in `file`; yield blocks of as many empty lines as are before it."""
+    """Seek `file` to the start line of its last pod; yield blocks of empty lines that replace the lines before it."""
     place = last = 0
     lines = before = 0
     for line in file:

@@ -1,4 +1,4 @@
-"""The rules of data/diagnoses.toml: patterns of lines, and the causes that they show. Read on first use."""
+"""Rules of data/diagnoses.toml: patterns of lines, and the causes that they indicate. Read on first use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _EITHER_CASE = re.compile(r"\[([A-Z])(?i:\1)\]")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinePattern:
-    """A regular expression to search in lines; every line that it matches contains one of the `needles`."""
+    """Regular expression to search in lines; every line that it matches contains one of the `needles`."""
 
     regex: re.Pattern[str]
     needles: tuple[str, ...]
@@ -34,7 +34,7 @@ class LinePattern:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """A condition on the number of lines that match `line`.
+    """Condition on the number of lines that match `line`.
 
     `at_least` and `at_most` are limits; `fewer_than` and `as_many_as` name a group of another pattern of the
     rule whose value is the limit. `distinct` names a group whose different values are counted instead of lines.
@@ -59,7 +59,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class DiagnosisRule:
-    """A row of the table, whose header explains each key."""
+    """Row of data/diagnoses.toml, whose header explains each key."""
 
     id: str
     rank: int
@@ -88,7 +88,7 @@ class DiagnosisRule:
 
 
 def course_patterns(of: Literal["attempts", "progress", "failures", "pods"]) -> tuple[LinePattern, ...]:
-    """Return the patterns of what `of` names: a job's new attempt, its progress, a failed process, or pods."""
+    """Return the patterns of lines about `of`: a job's new attempt, its progress, a failed process, or pods."""
     return tuple(map(_pattern, load_table("diagnoses")[of]))
 
 
@@ -113,16 +113,16 @@ def _pattern(text: str) -> LinePattern:
 
 
 def needles(regex: str) -> tuple[str, ...]:
-    """Return texts of which every match of `regex` contains one, as long ones as possible; none if there are none.
+    """Return constant texts such that every match of `regex` contains one of them, as long as possible; else none.
 
-    A line without them cannot match, and most lines can so be passed over without a search. Character classes and
-    what may be missing are skipped, but for one class such as [Ee] per text. Of alternatives each adds its own text.
+    A line without any of them cannot match, so most lines are not searched. Character classes and optional parts are
+    skipped, except for one class such as [Ee] per text. Each alternative contributes its own text.
     """
     return _alternatives(regex, 0)[0]
 
 
 def _alternatives(regex: str, at: int) -> tuple[tuple[str, ...], bool, int]:
-    """Return the texts of the group that begins at `at`, whether its only text is all of it, and the group's end."""
+    """Return the texts of the group at offset `at`, whether the group is just one text, and the offset of its end."""
     found: list[tuple[str, ...]] = []
     whole = True
     best: tuple[str, ...] = ()

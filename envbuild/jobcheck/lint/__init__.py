@@ -1,1 +1,1 @@
-"""The lint of job scripts and of Kubernetes jobs."""
+"""Lint of job scripts and of Kubernetes manifests."""

@@ -1,6 +1,6 @@
-"""The directives of job scripts: their options, and the facts about each scheduler's scripts that the lint needs.
+"""Directives of job scripts: their options, and the facts about each scheduler's scripts that the lint needs.
 
-The schedulers of `envbuild job` state these facts; callers of the lint pass them on.
+The scheduler modules of `envbuild job` define these facts; callers of the lint pass them on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Directive = tuple[int, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class ScriptFacts:
-    """Facts about a scheduler's scripts, for `envbuild lint-job`.
+    """Facts about a scheduler's job scripts, for `envbuild lint-job`.
 
     `marker` begins a directive, `variables` is the prefix of the scheduler's variables, and `nodes` finds (line,
     number of requested nodes) in directives. A script that saves snapshots should have one of `requeue`, unless that
@@ -61,5 +61,5 @@ def option_values(words: Sequence[str], names: Sequence[str]) -> Iterator[str]:
 
 
 def whole_number(text: str) -> int | None:
-    """Return a number of nodes or tasks, None for any other text, or a number that no cluster has."""
+    """Return a number of nodes or tasks, None for any other text or an unrealistic number."""
     return int(text) if text.isdecimal() and len(text) < 10 else None

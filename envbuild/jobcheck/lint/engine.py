@@ -1,4 +1,4 @@
-"""Find faults in handwritten job scripts: sbatch, PBS and shell scripts, Kubernetes manifests.
+"""Search for faults in handwritten job scripts: sbatch, PBS and shell scripts, Kubernetes manifests.
 
 The rules check which programs a script starts on which nodes (shell.py); their messages are in
 data/job_faults.toml. This does not replace shellcheck. A line that ends in `# lint-job: ignore` (or `ignore
@@ -95,7 +95,7 @@ _SHOWN = 500  # characters of a line, and of a value in a message
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A fault in a line of a script."""
+    """Fault in a line of a script."""
 
     fault: LintRule
     file: str
@@ -169,7 +169,7 @@ def lint(text: str, name: str, schedulers: Mapping[str, ScriptFacts]) -> list[Pr
 def _is_proven(script: ParsedScript, found: Found, fault: LintRule) -> bool:
     """Return whether the script alone proves a finding.
 
-    It does not if the caller, the environment, another file or a branch may decide, or if a program fills in the rest.
+    It does not if the caller, the environment, another file or a branch may decide, or if the script is a template.
     """
     if script.template or _COMPONENTS.search(script.text) or _OF_OTHERS.search(script.text):
         return False
@@ -201,7 +201,7 @@ def _deciding(launch: Launch) -> Iterator[str]:
 
 
 def _free(script: ParsedScript, words: Iterable[str]) -> bool:
-    """Return whether words have a variable that the script does not set, or that the caller may set."""
+    """Return whether words contain a variable that the script does not set, or that the caller may set."""
     loops = set(_LOOP_NAME.findall(script.text))
     for name, default in _VALUE.findall(" ".join(words)):
         if not GIVEN.fullmatch(name) and (default or name not in loops.union(script.values)):
@@ -210,7 +210,7 @@ def _free(script: ParsedScript, words: Iterable[str]) -> bool:
 
 
 def _conditional(script: ParsedScript, line: int) -> bool:
-    """Return whether a line stands in a branch, behind a condition, or after the end of the script."""
+    """Return whether a line is in a branch, depends on a condition, or follows the end of the script."""
     depth = 0
     for text in script.lines[: line - 1]:
         code = "" if text.lstrip().startswith("#") else text

@@ -1,4 +1,4 @@
-"""The rules for what a job's programs find: files and folders, modules, images, containers, and secrets in the open."""
+"""Rules for the environment of a job's programs: files and folders, modules, images, containers, exposed secrets."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def of_output(script: ParsedScript) -> Iterator[Found]:
 
 
 def _has_files(script: ParsedScript, folder: str) -> bool:
-    """Return whether the script uses files of the folder that come with it: programs and configurations."""
+    """Return whether the script uses files from its own folder: programs and configurations."""
     words = [word for command in script.commands for word in command.texts]
     uses = re.compile(rf"(?:^|[/=]){re.escape(folder)}/[\w./-]{{1,200}}\.(?:py|sh|toml|ya?ml)$")
     return any(uses.search(word) for word in script.variables.expanded(words))
 
 
 def of_array_output(script: ParsedScript) -> Iterator[Found]:
-    """Find files that each task of an array writes."""
+    """Find files that every task of an array overwrites."""
     asks = " ".join(word for _, row in script.directives for word in row)
     if not _ARRAY.search(asks) or re.search(r"\bcd .*(?:TASK|INDEX)", script.text):
         return
@@ -110,7 +110,7 @@ def of_folder(script: ParsedScript) -> Iterator[Found]:
 
 
 def of_own_path(script: ParsedScript) -> Iterator[Found]:
-    """Find paths made from the script's own in a batch job, where they lead to the scheduler's copy."""
+    """Find paths derived from the script's own path in a batch job, where the script is the scheduler's copy."""
     submitted = script.facts.submitted if script.facts else ""
     code = "\n".join(line for line in script.lines if not line.lstrip().startswith("#"))
     submits = script.writes or any(command.program in SUBMITS for command in script.commands)
@@ -133,7 +133,7 @@ def of_own_path(script: ParsedScript) -> Iterator[Found]:
 
 
 def of_secrets(script: ParsedScript) -> Iterator[Found]:
-    """Find secrets, which everyone can read who may read the script or see the job, also those in comments."""
+    """Find secrets, also in comments: everyone who may read the script or see the job can read them."""
     yield from _in_comments(script)
     for command in script.commands:
         for name, words in command.assignments:

@@ -1,4 +1,4 @@
-"""The faults of data/job_faults.toml, and the rule for those that a pattern finds."""
+"""Faults of data/job_faults.toml, and the rule for faults with a pattern."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CONSUMER = re.compile(r"RTX|(?<![0-9])[2345]0[6-9]0(?:ti)?\b", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class LintRule:
-    """A row of the table, whose header explains each key.
+    """Row of data/job_faults.toml, whose header explains each key.
 
     `of_scheduler` maps the script's scheduler to its advice.
     """
@@ -100,7 +100,7 @@ def of_patterns(script: ParsedScript) -> Iterator[Found]:
 
 
 def _elsewhere(variable: str, fault: str, script: ParsedScript) -> bool:
-    """Return whether the fault of a variable does not matter in this script."""
+    """Return whether the fault of a variable is irrelevant in this script."""
     if variable in _OF_INFINIBAND and re.search(r"FI_PROVIDER=[\"']?efa", script.text):
         return True  # NCCL reaches EFA through its plugin, and not as InfiniBand
     meant = re.search("NCCL_NSOCKS_PERTHREAD|NCCL_SOCKET_NTHREADS", script.text)  # sockets that are tuned

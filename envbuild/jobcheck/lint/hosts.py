@@ -1,4 +1,4 @@
-"""The rules of `envbuild lint-job` for other hosts: which ones a script names, and what they know of it."""
+"""Rules of `envbuild lint-job` for other hosts: names of hosts in a script, and the environment on these hosts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OF_DOCKER = frozenset(["docker", "nvidia-docker"])
 
 
 def of_other_nodes(script: ParsedScript) -> Iterator[Found]:
-    """Find what the script prepares on the head alone, and its other nodes lack: an environment, copied data."""
+    """Find environments and copied data that the script prepares only on the head, so that other nodes lack them."""
     here = [command for command in script.commands if not (command.started_by or command.file or command.function)]
     yield from _environment(here) if script.facts else ()
     everywhere = any(
@@ -61,7 +61,7 @@ def of_other_nodes(script: ParsedScript) -> Iterator[Found]:
 
 
 def _environment(here: list[Command]) -> Iterator[Found]:
-    """Find programs that ssh and its like start without what the script sets for them."""
+    """Find programs started by ssh and similar tools without the variables that the script sets for them."""
     set_up: list[str] = []
     for command in here:
         set_up += [name for name, _ in command.assignments if _MEANT.match(name)]
@@ -103,7 +103,7 @@ def of_remote_shells(script: ParsedScript) -> Iterator[Found]:
 
 
 def of_fixed_hosts(script: ParsedScript) -> Iterator[Found]:
-    """Find hosts that a batch job names itself, whatever the scheduler gives it."""
+    """Find fixed host names in a batch job, which may differ from the hosts that the scheduler allocates."""
     if not script.facts or script.writes:
         return
     words = [word for _, row in script.directives for word in row]
@@ -125,7 +125,7 @@ def of_fixed_hosts(script: ParsedScript) -> Iterator[Found]:
 
 
 def _is_made(script: ParsedScript, reader: Command, name: str) -> bool:
-    """Return whether the script makes the file `name`, which `reader` reads, or calls what may make it."""
+    """Return whether the script writes the file `name`, which `reader` reads, or calls a program that may write it."""
     base = re.escape(posixpath.basename(name))
     text = "\n".join(line for line in script.lines if not line.lstrip().startswith("#"))
     text = re.sub(r"--?(?:host|machine)file[= ]\S+", "", text)
@@ -142,7 +142,7 @@ def _is_made(script: ParsedScript, reader: Command, name: str) -> bool:
 
 
 def of_terminals(script: ParsedScript) -> Iterator[Found]:
-    """Find containers that want a terminal, which a batch job does not have."""
+    """Find containers that require a terminal, which a batch job does not have."""
     for command in script.commands if script.kind != "shell" else ():
         names = [posixpath.basename(word) for word in command.words]
         at = next((n for n, (a, b) in enumerate(pairwise(names)) if a in _OF_DOCKER and b in ("run", "exec")), -1)
@@ -160,7 +160,7 @@ def of_terminals(script: ParsedScript) -> Iterator[Found]:
 
 
 def of_early_expansion(script: ParsedScript) -> Iterator[Found]:
-    """Find values of a job that the shell that submits it expands, in the here-document with the job's script."""
+    """Find variables of a job in a here-document with its script that the submitting shell expands too early."""
     for first, last, literal in script.documents:
         for number in range(first, last + 1) if not literal else ():
             line = script.lines[number - 1]

@@ -88,7 +88,7 @@ def _nodes(document: Mapping[str, Any]) -> int:
 
 
 def _ranks(document: Mapping[str, Any]) -> str:
-    """Return the number of ranks that an operator tells torchrun in each pod, by default one for each GPU; "" for none.
+    """Return the number of ranks that an operator passes to torchrun in each pod, by default one per GPU; "" for none.
 
     Source: kubeflow/training-operator v1.9.3, pkg/apis/kubeflow.org/v1/pytorch_defaults.go, and Trainer v2.
     """
@@ -101,9 +101,9 @@ def _ranks(document: Mapping[str, Any]) -> str:
 
 
 def _walk(value: Any, nodes: int, ranks: str, seen: set[int]) -> Iterator[Found]:
-    """Find the faults below `value`, in a job of `nodes` pods, to which the operator gives `ranks`.
+    """Find the faults below `value`, in a job of `nodes` pods with `ranks` from the operator.
 
-    `seen` are the objects that were searched, which aliases repeat.
+    `seen` are the objects already searched, which aliases repeat.
     """
     if id(value) in seen or not isinstance(value, Mapping | list):
         return
@@ -122,7 +122,7 @@ def _walk(value: Any, nodes: int, ranks: str, seen: set[int]) -> Iterator[Found]
 
 
 def _names(document: Mapping[str, Any]) -> Iterator[Found]:
-    """Find endpoints at a pod of an Indexed Job, whose name needs a subdomain and a headless Service."""
+    """Find endpoints at a pod of an Indexed Job without the subdomain and headless Service that its name needs."""
     name, spec = (_inner(document, *keys) for keys in (("metadata", "name"), ("spec",)))
     pod = _inner(spec, "template", "spec")
     if not isinstance(pod, Mapping) or spec.get("completionMode") != "Indexed" or pod.get("subdomain"):
@@ -133,7 +133,7 @@ def _names(document: Mapping[str, Any]) -> Iterator[Found]:
 
 
 def _indexes(document: Mapping[str, Any]) -> Iterator[Found]:
-    """Find the number of a pod in Jobs whose pods have none."""
+    """Find uses of a pod's completion index in Jobs that are not Indexed."""
     spec = document.get("spec")
     if _inner(spec, "completionMode") == "Indexed":
         return
@@ -161,7 +161,7 @@ def _rows(value: Any, key: str) -> list[Mapping[str, Any]]:
 
 
 def _replicas(document: Mapping[str, Any]) -> Iterator[Found]:
-    """Find containers of a PyTorchJob that the operator does not know for its own."""
+    """Find containers of a PyTorchJob whose names the operator does not recognise."""
     specs = _inner(document, "spec", "pytorchReplicaSpecs")
     for replica in specs.values() if isinstance(specs, Mapping) else ():
         containers = _rows(_inner(replica, "template", "spec"), "containers")
@@ -191,7 +191,7 @@ def _pod(spec: Mapping[str, Any], nodes: int, ranks: str) -> Iterator[Found]:
 
 
 def _memory_lock(container: Mapping[str, Any]) -> Iterator[Found]:
-    """Find containers with InfiniBand's devices that may not register memory."""
+    """Find containers with InfiniBand devices that are not allowed to register memory."""
     mounts = [one for one in _rows(container, "volumeMounts") if one.get("mountPath") == "/dev/infiniband"]
     rights = _inner(container, "securityContext")
     added = _inner(rights, "capabilities", "add") or ()
@@ -206,7 +206,7 @@ def _limits(container: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _gpus(container: Mapping[str, Any]) -> int | None:
-    """Return the GPUs of a container, None if the manifest sets no limits, as where a mutating webhook does."""
+    """Return the GPUs of a container, None if the manifest sets no limits, because a mutating webhook may set them."""
     limits = _limits(container)
     if limits is None:
         return None

@@ -1,4 +1,4 @@
-"""The torchruns of a script, and other commands that train."""
+"""Launches in a script: torchrun and other commands that start training."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _TORCHRUN = re.compile(r"torch\.distributed\.(?:run|launch)")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One torchrun, or an `accelerate launch`, whose options have torchrun's names.
+    """Command `torchrun`, or `accelerate launch` with torchrun's names of options.
 
     `options` are its own, without leading dashes and with `_` as `-`. `around` are the words before it, in its
-    command and in the enclosing ones; `started_by` names the enclosing launchers and containers. `rest` are the
+    command and in enclosing commands; `started_by` are the enclosing launchers and containers. `rest` are the
     script and its arguments.
     """
 
@@ -53,24 +53,24 @@ class Launch:
 
     @property
     def launcher(self) -> str:
-        """The launcher that starts it on nodes, "" for none."""
+        """Launcher that starts it on nodes, "" for none."""
         return next((one for one in self.started_by if one in LAUNCHERS), "")
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for torchruns on other nodes, as far as the script tells."""
+        """Whether it waits for torchruns on other nodes, according to the script."""
         fewest = self.options.get("nnodes", "1").partition(":")[0]
         number = whole_number(fewest)
         return "standalone" not in self.options and (number is None or number > 1)
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that it starts on a node, as a number or as the default of a variable, 0 if unknown."""
+        """Number of ranks that it starts on a node, from a number or the default of a variable, 0 if unknown."""
         return whole_number(re.sub(r"^\$\{\w+:?-|\}$", "", self.options.get("nproc-per-node", ""))) or 0
 
     @property
     def complete(self) -> bool:
-        """Whether all its options are known: none are in a variable that another file or the user sets."""
+        """Whether all its options are known: no variable from another file or the user may contain options."""
         program = "".join(self.rest[:1])
         return program != " " and (not program.startswith("$") or program.endswith(".py"))
 
@@ -119,7 +119,7 @@ def _accelerate(words: list[str]) -> int | None:
 
 
 def _options(words: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return torchrun's options, up to the script that it starts, and the words from there on."""
+    """Return torchrun's options before the training script, and the words from the script on."""
     found: dict[str, str] = {}
     at = 0
     while at < len(words) and words[at].startswith("-"):

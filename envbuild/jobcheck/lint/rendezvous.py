@@ -1,4 +1,4 @@
-"""The rules for torchruns: the nodes that start them, their numbers, and the endpoint at which they meet."""
+"""Rules for torchruns: the nodes that start them, their numbers, and the rendezvous endpoint."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def of_fallbacks(script: ParsedScript) -> Iterator[Found]:
 
 
 def _rendezvous_names(script: ParsedScript) -> frozenset[str]:
-    """Return the variables from which an endpoint is made."""
+    """Return the names of the variables in endpoints."""
     text = "\n".join(line for line in script.lines if not line.lstrip().startswith("#"))
     names: set[str] = set()
     found = {name for value in _POINTS.findall(text) for name in _NAMES.findall(value)}
@@ -117,7 +117,7 @@ def _rendezvous_names(script: ParsedScript) -> frozenset[str]:
 
 
 def of_addresses(script: ParsedScript) -> Iterator[Found]:
-    """Find endpoints of names and of several addresses, and endpoints that are never set."""
+    """Find endpoints with unsuitable names or several addresses, and endpoints that are never set."""
     for command in script.commands if script.several else ():
         if command.program == "srun" and "hostname" in command.words:
             after = command.words[command.words.index("hostname") :]
@@ -139,7 +139,7 @@ def of_addresses(script: ParsedScript) -> Iterator[Found]:
 
 
 def sets_elsewhere(script: ParsedScript) -> bool:
-    """Return whether the script reads variables from elsewhere: not from the environment of Python or conda."""
+    """Return whether the script sources a file that may set variables, other than Python's or conda's activation."""
     return any(
         command.program in _READS and not any(_ENVIRONMENT.search(word) for word in command.words[1:])
         for command in script.commands
@@ -147,7 +147,7 @@ def sets_elsewhere(script: ParsedScript) -> bool:
 
 
 def of_endpoints(script: ParsedScript) -> Iterator[Found]:
-    """Find torchruns without an endpoint, endpoints that are lists of nodes, and those that only a comment sets."""
+    """Find torchruns without an endpoint, endpoints that are lists of nodes, and endpoints set only in a comment."""
     by_hand = script.kind == "shell" and not script.everywhere
     for launch in script.launches if script.several and not (script.sets_options or script.everywhere) else ():
         number = whole_number(launch.options.get("nnodes", "").partition(":")[0]) or (script.nodes or (0, 0))[1]
@@ -180,7 +180,7 @@ def of_endpoints(script: ParsedScript) -> Iterator[Found]:
 
 
 def _quoted_lists(script: ParsedScript) -> Iterator[Found]:
-    """Find arrays with one element, all hosts, from which the first is taken."""
+    """Find arrays whose only element is the whole list of hosts, used as if the first element were one host."""
     lists = {name for name, words in script.values.items() if any(_HOSTS.search(word) for word in words)}
     looked = 0
     for number, line in enumerate(script.lines if script.several else (), 1):
@@ -195,7 +195,7 @@ def _quoted_lists(script: ParsedScript) -> Iterator[Found]:
 
 
 def of_numbers(script: ParsedScript) -> Iterator[Found]:
-    """Find numbers of ranks and nodes that the batch host expands, and a world size that is not that of the tasks."""
+    """Find node ranks and counts that are expanded on the batch host, and a world size unequal to the tasks."""
     # A script without a number of nodes gets it on sbatch's command line.
     if script.kind == "shell":
         return
@@ -266,7 +266,7 @@ def _node_ranks(script: ParsedScript) -> Iterator[Found]:
 
 
 def _kept(script: ParsedScript, begun: int, line: int, text: str) -> bool:
-    """Return whether `text` in line `line` of a command that began in line `begun` stands in single quotes."""
+    """Return whether `text` in line `line` of a command that began in line `begun` is in single quotes."""
     first = min(begun, line)
     while first > max(1, line - _MOST_LINES) and script.lines[first - 2].endswith("\\"):
         first -= 1
@@ -282,7 +282,7 @@ def _kept(script: ParsedScript, begun: int, line: int, text: str) -> bool:
 
 
 def of_launches(script: ParsedScript) -> Iterator[Found]:
-    """Find a torchrun that starts on the head only or twice per node, and faults of its endpoint, run ID and port."""
+    """Find torchruns that start on the head only or twice per node, and faults of their endpoint, run ID and port."""
     # A step on one node in a job of several, or an evaluation after the training, is intentional.
     covered = any(launch.waits and _on_nodes(script, launch) for launch in script.launches)
     elsewhere = sets_elsewhere(script)
@@ -380,7 +380,7 @@ def _endpoint(script: ParsedScript, launch: Launch) -> Iterator[Found]:
 
 
 def _default(script: ParsedScript, value: str) -> str:
-    """Return `value` with the default of a variable in its place that only the user's environment sets."""
+    """Return `value` with a variable that only the user's environment sets replaced by its default."""
 
     def filled(match: re.Match[str]) -> str:
         own = " ".join(script.values.get(match[1], ()))
@@ -406,7 +406,7 @@ def _identity(script: ParsedScript, launch: Launch) -> Iterator[Found]:
 
 
 def _there(script: ParsedScript, launch: Launch, text: str) -> bool:
-    """Return whether `text`, an expansion in a torchrun's words, is expanded on each node."""
+    """Return whether the variable in `text`, part of a torchrun's words, is expanded on each node."""
     # The value of a variable that the batch script sets is the same on each node.
     own = any(text in word for word in launch.command.words) or text in script.set_on_nodes
     return launch.launcher != "" and ((launch.command.per_node and own) or script.escapes(text))
@@ -440,7 +440,7 @@ def _words_have(script: ParsedScript, launch: Launch, option: str, value: str) -
 
 
 def of_default_ports(script: ParsedScript) -> Iterator[Found]:
-    """Find launchers that take the same port in each job, in jobs that may share their node."""
+    """Find launchers that use the same port in every job, in jobs that may share their node."""
     if script.kind == "shell" or script.several or script.whole_nodes or script.gpus < 1 or script.sets_options:
         return
     known = {id(launch.command) for launch in script.launches}
@@ -461,7 +461,7 @@ def of_default_ports(script: ParsedScript) -> Iterator[Found]:
 
 
 def of_literal_hosts(script: ParsedScript) -> Iterator[Found]:
-    """Find endpoints at a fixed host in jobs that look the head up and do not use it."""
+    """Find endpoints at a fixed host in jobs that determine the head node but do not use it."""
     for launch in script.launches if script.several and "scontrol show hostname" in script.text else ():
         for name in ("rdzv-endpoint", "master-addr"):
             host = launch.options.get(name, "")

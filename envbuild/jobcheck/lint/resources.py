@@ -1,4 +1,4 @@
-"""The rules of `envbuild lint-job` for requested nodes, tasks, CPUs and GPUs, and for the ranks that use them."""
+"""Rules of `envbuild lint-job` for requested nodes, tasks, CPUs and GPUs, and for the ranks that use them."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _ranks(script: ParsedScript, launch: Launch) -> int:
 
 
 def of_ranks(script: ParsedScript) -> Iterator[Found]:
-    """Find numbers of ranks that do not go with the GPUs, and GPUs that nobody uses."""
+    """Find numbers of ranks that do not match the GPUs, and unused GPUs."""
     gpus, told = script.gpus, re.search("nproc", script.text, re.IGNORECASE) is not None
     shown = sorted((one.line, value) for one, value in script.exported("CUDA_VISIBLE_DEVICES"))
     for launch in script.launches:
@@ -201,18 +201,18 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
 
 
 def _for_one(command: Command) -> bool:
-    """Return whether a command that sets variables for itself alone is one process."""
+    """Return whether a command that sets variables only for itself is a single process."""
     return command.program.startswith("python") or command.program in ASKS
 
 
 def _stepped(command: Command) -> Command:
-    """Return the command that a step of srun starts."""
+    """Return the command that srun starts."""
     words = tuple(dropwhile(lambda word: not TRAINS.fullmatch(posixpath.basename(word)), command.words))
     return replace(command, words=words)
 
 
 def of_requests(script: ParsedScript) -> Iterator[Found]:
-    """Find requests that do not give each node what its ranks need."""
+    """Find requests that do not give each node the resources that its ranks need."""
     words = [word for _, line in script.directives for word in line]
     nodes = script.nodes[1] if script.nodes else 1
     text = " ".join(words)
@@ -253,7 +253,7 @@ def of_requests(script: ParsedScript) -> Iterator[Found]:
 
 
 def of_placement(script: ParsedScript) -> Iterator[Found]:
-    """Find steps that ask for other nodes than the job has, and ranks that no option places on them."""
+    """Find steps that request more or fewer nodes than the job has, and ranks that no option distributes over nodes."""
     nodes = script.nodes[1] if script.nodes else 0
     computes = _COMPUTES.search(script.text) is not None
     asks = " ".join(word for _, row in script.directives for word in row)
@@ -290,7 +290,7 @@ def of_placement(script: ParsedScript) -> Iterator[Found]:
 
 
 def _expanded_hosts(text: str) -> list[str]:
-    """Return the hosts of a list in Slurm's short form, [] for one with variables."""
+    """Return the hosts of a list in Slurm's short form, [] for a list with variables."""
     hosts: list[str] = []
     for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text) if "$" not in text and len(text) < 1000 else ():
         found = re.fullmatch(r"([\w.-]+)\[([\d,-]+)\]", name)
@@ -323,7 +323,7 @@ def of_optional_variables(script: ParsedScript) -> Iterator[Found]:
 
 
 def of_single_nodes(script: ParsedScript) -> Iterator[Found]:
-    """Find DeepSpeed's launcher started on each node, where each is a job of one node."""
+    """Find DeepSpeed launchers that are started on each node, so that each trains alone."""
     for command in script.commands if script.several and script.has_steps else ():
         text = " ".join(script.variables.expanded(command.words))
         started = command.program == "srun" and re.search(r"(?:^| )(?:\S*/)?deepspeed ", text)
@@ -336,7 +336,7 @@ def of_single_nodes(script: ParsedScript) -> Iterator[Found]:
 
 
 def of_idle_nodes(script: ParsedScript) -> Iterator[Found]:
-    """Find trainings without torchrun that use the first of several nodes alone."""
+    """Find trainings without torchrun that use only the first of several nodes."""
     if script.nodes is None or script.nodes[1] < 2 or script.launches or script.launchers_work:
         return
     for command in script.commands:

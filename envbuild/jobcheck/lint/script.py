@@ -1,4 +1,4 @@
-"""A parsed job script: its scheduler directives, and the torchruns that it starts."""
+"""Parsed job script: its scheduler directives, and the torchruns that it starts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SHARED = re.compile(r"small|shared|dev|debug|interactive")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A fault in a line of a script, with the values for its message; `level` replaces that of the fault."""
+    """Fault in a line of a script, with the values for its message; `level` overrides the fault's default."""
 
     id: str
     line: int
@@ -52,10 +52,10 @@ class Found:
 
 @dataclass(frozen=True)
 class ParsedScript:
-    """A parsed script.
+    """Parsed job script.
 
-    `kind` is the scheduler of its directives, "shell" without any, and `facts` are those about its scripts.
-    `scheduler` is the scheduler that runs it, by its directives or else by the variables that it reads, "" if unknown.
+    `kind` is the scheduler of its directives, "shell" without any, and `facts` are the facts about its scripts.
+    `scheduler` is the scheduler that runs it, from its directives or the variables that it reads, "" if unknown.
     `values` are the words of all assignments to each variable; `everywhere` means that each node runs the script, and
     `pod_gpus` are the GPUs of the pod that does. `late` are directives behind the first command, which the
     scheduler does not read. `writes`: its directives are those of a script that it writes,
@@ -78,7 +78,7 @@ class ParsedScript:
     documents: tuple[tuple[int, int, bool], ...] = ()
 
     def directive(self, *names: str) -> tuple[int, str] | None:
-        """Return line and value of the last directive with one of these names."""
+        """Return (line, value) of the last directive with one of these names."""
         last = None
         for line, words in self.directives:
             for value in option_values(words, names):
@@ -87,12 +87,12 @@ class ParsedScript:
 
     @property
     def has_steps(self) -> bool:
-        """Whether its scheduler starts the steps of a job itself, as Slurm does by srun."""
+        """Whether its scheduler starts the steps of a job itself, like Slurm with srun."""
         return self.facts is not None and self.facts.own_steps
 
     @functools.cached_property
     def nodes(self) -> tuple[int, int] | None:
-        """(line, number of requested nodes), None if the script does not tell."""
+        """(line, number of requested nodes), None if unknown."""
         return self.facts.nodes(self.directives) if self.facts else None
 
     @functools.cached_property
@@ -102,7 +102,7 @@ class ParsedScript:
 
     @functools.cached_property
     def tasks(self) -> int:
-        """The number of tasks that the directives ask for on each node, 0 if they do not tell."""
+        """Number of tasks per node that the directives request, 0 if unknown."""
         each = self.directive(*PER_NODE)
         every = self.directive("--ntasks", "-n") if self.has_steps else None
         of_all = (whole_number(every[1]) or 0) // max(1, self.nodes[1] if self.nodes else 1) if every else 0
@@ -111,7 +111,7 @@ class ParsedScript:
 
     @functools.cached_property
     def gpus(self) -> int:
-        """The number of GPUs that the directives ask for on each node, 0 if they do not tell."""
+        """Number of GPUs per node that the directives request, 0 if unknown."""
         words = [word for _, line in self.directives for word in line]
         found = [match for word in words for match in _GPUS.finditer(word)]
         most = max((int(one[2]) * (max(1, self.tasks) if one[1] else 1) for one in found), default=self.pod_gpus)
@@ -120,12 +120,12 @@ class ParsedScript:
 
     @functools.cached_property
     def is_cray(self) -> bool:
-        """Whether the script is for a Cray system: its network, modules and whole nodes are others."""
+        """Whether the script is for a Cray system, which has its own network, modules and allocation of whole nodes."""
         return any(_CRAY.search(line) for line in self.lines if not line.lstrip().startswith("# "))
 
     @functools.cached_property
     def undivided(self) -> bool:
-        """Whether this looks like a system that gives out whole nodes, with all their CPUs and GPUs."""
+        """Whether the system seems to allocate whole nodes, with all their CPUs and GPUs."""
         partition, constraint = (
             (self.directive(*names) or (0, ""))[1]
             for names in (("--partition", "-p", "--qos", "-q"), ("--constraint", "-C"))
@@ -134,7 +134,7 @@ class ParsedScript:
 
     @functools.cached_property
     def whole_nodes(self) -> bool:
-        """Whether no other job runs on the nodes, as far as the script tells."""
+        """Whether no other job runs on the nodes, according to the script."""
         words = [word for _, line in self.directives for word in line]
         whole_by = self.facts.whole if self.facts else ()
         exclusive = bool(whole_by) and self.directive(*whole_by) is not None
@@ -150,7 +150,7 @@ class ParsedScript:
 
     @property
     def doubtful(self) -> Literal["", "hint"]:
-        """The level of a fault of shared nodes: nodes of many clusters have four GPUs, which this job takes."""
+        """Level of faults about shared nodes: "hint" if the job takes four GPUs, on many clusters a whole node."""
         return "hint" if self.gpus >= 4 and not self.directive("--array", "-a", "-J") else ""
 
     @functools.cached_property
@@ -161,20 +161,20 @@ class ParsedScript:
 
     @functools.cached_property
     def choices(self) -> frozenset[str]:
-        """The values of variables that have several, as in the branches of an `if`: which one counts is unknown."""
+        """Values of variables with several, as in the branches of an `if`, where the effective value is unknown."""
         several = (set(words) for words in self.values.values())
         return frozenset(word for words in several if len(words) > 1 for word in words)
 
     @functools.cached_property
     def set_on_nodes(self) -> str:
-        """The values that commands on the nodes assign to variables."""
+        """Values that commands on the nodes assign to variables."""
         return "\n".join(
             word for command in self.commands if command.per_node for _, row in command.assignments for word in row
         )
 
     @functools.cached_property
     def last_on_nodes(self) -> int:
-        """The line of the last training that a launcher starts, 0 for none."""
+        """Line of the last training that a launcher starts, 0 for none."""
         lines = (command.line for command in self.commands if command.program in LAUNCHERS and starts_training(command))
         return max(lines, default=0)
 
@@ -185,7 +185,7 @@ class ParsedScript:
 
     @functools.cached_property
     def variables(self) -> Variables:
-        """The variables, for expansion; all rules together have one bound."""
+        """Variables for expansion; all rules share one limit of work."""
         return Variables({name: row for name, row in self.values.items() if not _OF_SCHEDULER.match(name)})
 
     @functools.cached_property
@@ -195,13 +195,13 @@ class ParsedScript:
 
     @functools.cached_property
     def passed(self) -> frozenset[str]:
-        """The words that commands pass to others: among them are the functions and files that launchers start."""
+        """Arguments that may be commands, such as functions and files that launchers start."""
         found = {word for command in self.commands if command.started_by for word in command.words}
         return frozenset(found.union(*(word.split() for command in self.commands for word in command.words[1:])))
 
     @functools.cached_property
     def several(self) -> str:
-        """The number of nodes if there are more than one ("several" if unknown), "" for one node."""
+        """Number of nodes if there are more than one ("several" if unknown), "" for one node."""
         if self.nodes is not None:
             return str(self.nodes[1]) if self.nodes[1] > 1 else ""
         numbers = [whole_number(launch.options.get("nnodes", "1").partition(":")[0]) for launch in self.launches]
@@ -213,14 +213,14 @@ class ParsedScript:
 
     @functools.cached_property
     def held(self) -> Mapping[str, Sequence[str]]:
-        """The values of each assignment to a variable, without those that append to it."""
+        """Variable → values of its assignments, except assignments that append."""
         found: dict[str, list[str]] = {}
         for name, words in (pair for command in self.commands for pair in command.assignments):
             found.setdefault(name, []).extend([" ".join(words)] * any(words))
         return found
 
     def where(self, text: str, near: int = 1) -> int:
-        """Return the first line from `near` on that contains `text`, else one before it; `near` if there is none.
+        """Return the first line from `near` on that contains `text`, else an earlier line; `near` if there is none.
 
         Comments are skipped.
         """
@@ -233,12 +233,12 @@ class ParsedScript:
         return found[bisect_left(found, near) % len(found)] if found else near
 
     def escapes(self, text: str) -> bool:
-        """Return whether `text` stands behind a backslash in the script."""
+        """Return whether `text` follows a backslash in the script."""
         return self.where(f"\\{text}", 0) > 0
 
     @functools.cached_property
     def _places(self) -> dict[str, list[int]]:
-        """The lines of each text that was looked for."""
+        """Cache of the lines that contain a text."""
         return {}
 
     def exported(self, name: str) -> Iterator[tuple[Command, str]]:
@@ -265,7 +265,7 @@ def option_set(script: ParsedScript, pattern: str) -> bool:
 
 
 def _filled_in(line: str, assigned: Collection[str]) -> bool:
-    """Return whether `line` is a placeholder alone, which becomes a directive when a program fills the template in."""
+    """Return whether `line` is just a placeholder, which may become a directive when the template is rendered."""
     match = _PLACEHOLDER.fullmatch(line)
     return match is not None and match["name"] not in assigned
 
@@ -325,7 +325,7 @@ def read_script(text: str, schedulers: Mapping[str, ScriptFacts]) -> ParsedScrip
 
 
 def _of_components(directives: list[Directive]) -> list[Directive]:
-    """Return the directives, in a heterogeneous job without what each component asks for on its own.
+    """Return the directives; in a heterogeneous job, without the requests of its components.
 
     Source: Slurm, Heterogeneous Job Support: only --output, --error and the like are those of the whole job.
     """

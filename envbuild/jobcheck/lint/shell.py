@@ -1,4 +1,4 @@
-"""A shell script as a list of commands, parsed as far as the rules need: words, assignments, nested scripts, variables.
+"""Parser of shell scripts to a list of commands, as the rules need them: words, assignments, nested scripts.
 
 Commands in another shell (`srun bash -c '…'`, a here-document for `ssh`) are parsed as well, with the commands
 that start them. Control flow is ignored: both branches of an `if` count.
@@ -45,7 +45,7 @@ _PART = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*0]\])?\})")
 
 @dataclass(slots=True)
 class Reader:
-    """A position in a script.
+    """Reader at a position in a script.
 
     With `late`, an outer shell has already expanded the text: only expansions behind a backslash (`\\$(…)`) are
     left for this shell, and the others are not commands of this script. `deep` counts the expansions and arrays around
@@ -289,7 +289,7 @@ def _array(reader: Reader, subs: list[tuple[int, str]]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A simple command.
+    """Simple command.
 
     `words` are without quotes, with unexpanded variables; `assignments` (name, words) precede the command or
     stand alone. `started_by` are the enclosing launchers and containers, outermost first, and `around` the
@@ -312,18 +312,18 @@ class Command:
 
     @property
     def program(self) -> str:
-        """The name of its program, without a folder; "" for assignments alone."""
+        """Name of its program, without a folder; "" for assignments alone."""
         return posixpath.basename(self.words[0]) if self.words else ""
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Its words, and those of the values that it assigns."""
+        """Its words, and the words of the values that it assigns."""
         return (*self.words, *(word for _, words in self.assignments for word in words))
 
 
 @dataclass(frozen=True, slots=True)
 class _CommandPlace:
-    """The context of commands: the fields of Command with these names, and the nesting depth of shells."""
+    """Context of commands: the fields of Command with these names, and the nesting depth of shells."""
 
     started_by: tuple[str, ...] = ()
     around: tuple[str, ...] = ()
@@ -335,7 +335,7 @@ class _CommandPlace:
 
 
 def commands_of(reader: Reader) -> Iterator[Command]:
-    """Yield the commands from the reader's position on; afterwards it knows the comments and here-documents there."""
+    """Yield the commands from the reader's position on; the reader records comments and here-documents."""
     yield from _commands(reader, _CommandPlace())
 
 
@@ -442,7 +442,7 @@ def _made(
 
 
 class Variables:
-    """The variables of a script; `words` are the words of all assignments to each."""
+    """Variables of a script; `words` are the words of all assignments to each."""
 
     def __init__(self, words: Mapping[str, Sequence[str]]) -> None:
         self._words = words
@@ -471,7 +471,7 @@ class Variables:
         return match[0] if found is None else " ".join(found)
 
     def _of(self, name: str, depth: int) -> list[str] | None:
-        """Return the words of a variable, None for one that is unknown or exceeds a bound."""
+        """Return the words of a variable, None if it is unknown or exceeds a limit."""
         if name not in self._words or depth >= _DEEPEST_VALUE:
             return None
         if (name, depth) not in self._known:

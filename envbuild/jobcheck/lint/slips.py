@@ -1,6 +1,6 @@
-"""The rules for what an author overlooked.
+"""Rules for oversights of an author.
 
-Directives and lines that the scheduler or the shell reads otherwise, names, placeholders, missing settings.
+Misread directives and lines, misspelt names, forgotten placeholders, missing settings.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _QUOTES = frozenset(["awk", "sed", "perl", "jq", "bash", "sh", "csh", "envsubst"
 
 
 def of_directives(script: ParsedScript) -> Iterator[Found]:
-    """Find directives that the scheduler does not read, and an environment that srun does not get."""
+    """Find directives that the scheduler does not read, and environments that srun does not inherit."""
     if script.writes:  # with the values of this one, by a shell that has no first line here
         return
     lines = [line for line, words in script.directives if words[:1] and words[0].startswith("-")]
@@ -107,7 +107,7 @@ def of_directives(script: ParsedScript) -> Iterator[Found]:
 
 
 def of_shell(script: ParsedScript) -> Iterator[Found]:
-    """Find lines that are not continued, options behind the program, and unset variables under set -u."""
+    """Find missing line continuations, options after the program, and unset variables under set -u."""
     for before, one in pairwise(script.commands):
         option = "".join(one.words[:1]).partition("=")[0]
         begins = _OPTION.fullmatch(option) and script.lines[one.line - 1].lstrip().startswith(option)
@@ -174,7 +174,7 @@ def of_lines(script: ParsedScript) -> Iterator[Found]:
 
 
 def of_comments(script: ParsedScript) -> Iterator[Found]:
-    """Find directives that are comments, although nothing else asks for what they ask."""
+    """Find commented-out directives whose request nothing else makes."""
     if not script.directives:
         spaced = [(number, match[1]) for number, line in enumerate(script.lines, 1) if (match := _SPACED.match(line))]
         if len(spaced) > 1:
@@ -193,7 +193,7 @@ def of_comments(script: ParsedScript) -> Iterator[Found]:
 
 
 def of_placeholders(script: ParsedScript) -> Iterator[Found]:
-    """Find names in a script copied from a guide that its user has not replaced."""
+    """Find placeholder names of a guide that the user has not replaced."""
     for line, words in script.directives:
         accounts = [*option_values(words, ("--account", "-A", "--partition", "-p", "--qos", "-q"))]
         found = _ANGLES.findall(" ".join(words)) + [one for one in accounts if _ACCOUNT.fullmatch(one)]
@@ -212,7 +212,7 @@ def of_placeholders(script: ParsedScript) -> Iterator[Found]:
 
 
 def of_assignments(script: ParsedScript) -> Iterator[Found]:
-    """Find lines that look like assignments and are none."""
+    """Find lines that look like assignments but are not."""
     for command in script.commands:
         words = command.words[1:] if command.words[:1] in (("export",), ("env",)) else command.words[:1]
         for word in words:
@@ -247,13 +247,13 @@ def of_assignments(script: ParsedScript) -> Iterator[Found]:
 
 
 def _started(words: tuple[str, ...]) -> str:
-    """Return the program that a launcher starts: the first word that is neither an option nor may be its value."""
+    """Return the program that a launcher starts: the first word that is neither an option nor an option's value."""
     pairs = pairwise(words)
     return next((two for one, two in pairs if two[:1] != "-" and (one[:1] != "-" or "=" in one)), "")
 
 
 def of_conflicts(script: ParsedScript) -> Iterator[Found]:
-    """Find the marks of a merge that was not finished."""
+    """Find conflict markers of an unfinished merge."""
     starts = [number for number, line in enumerate(script.lines, 1) if line.startswith("<<<<<<< ")]
     ends = [number for number, line in enumerate(script.lines, 1) if line.startswith(">>>>>>> ")]
     if starts and ends and "=======" in script.lines[starts[0] : ends[-1]]:
@@ -261,7 +261,7 @@ def of_conflicts(script: ParsedScript) -> Iterator[Found]:
 
 
 def of_operators(script: ParsedScript) -> Iterator[Found]:
-    """Find operators of the shell in variables that are commands."""
+    """Find shell operators in variables that are run as commands."""
     for command in script.commands:
         names = [
             _HELD.fullmatch(word)
@@ -279,7 +279,7 @@ def of_operators(script: ParsedScript) -> Iterator[Found]:
 
 
 def of_signals(script: ParsedScript) -> Iterator[Found]:
-    """Find traps for the warning before the time limit that bash never or too late runs."""
+    """Find traps for the signal before the time limit that bash runs never or too late."""
     signal = script.directive("--signal")
     waits = any(command.program == "wait" or command.end == "&" for command in script.commands)
     for command in script.commands if script.facts else ():
@@ -294,7 +294,7 @@ def of_signals(script: ParsedScript) -> Iterator[Found]:
 
 
 def of_names(script: ParsedScript) -> Iterator[Found]:
-    """Find commands that are misspelt or that nothing defines, and variables that only exist in other letters."""
+    """Find misspelt or undefined commands, and variables that exist only in another case."""
     if not script.facts:
         return
     defined = {command.function for command in script.commands}
@@ -338,13 +338,13 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
 
 
 def _in_word(name: str, texts: tuple[str, ...]) -> bool:
-    """Return whether a variable is a part of a word: a word of its own may be meant to be empty."""
+    """Return whether a variable is part of a longer word; a whole word may be empty on purpose."""
     part = rf"[\w:/-]\$\{{?{name}\b|\${name}[:/-]|\$\{{{name}\}}[\w:/-]"
     return re.search(part, " ".join(texts)) is not None
 
 
 def of_unset(script: ParsedScript) -> Iterator[Found]:
-    """Find variables that are read before they are set, and those that are set and not exported."""
+    """Find variables that are read before they are set, and variables that are set but not exported."""
     first: dict[str, int] = {}
     for command in script.commands if script.facts or script.trains else ():
         for name, _ in command.assignments:

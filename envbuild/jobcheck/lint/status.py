@@ -1,4 +1,4 @@
-"""The rules of `envbuild lint-job` for a job's exit code."""
+"""Rules of `envbuild lint-job` for a job's exit code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _CHECKS = re.compile(r"\$\?|\|\||&&|\b(?:exit|break|wait|trap|PIPESTATUS)\b|&$",
 
 
 def of_status(script: ParsedScript) -> Iterator[Found]:
-    """Find scripts whose exit code is not that of the training, and those that end before it."""
+    """Find scripts whose exit code is not the training's, and scripts that end before the training."""
     yield from (
         list(_outer_status(script))
         or list(_inner_status(script))
@@ -122,14 +122,14 @@ def _starts_file(command: Command) -> bool:
 
 
 def _tells(script: ParsedScript, handler: str) -> bool:
-    """Return whether the handler of a trap may end the script with another exit code."""
+    """Return whether a trap handler may end the script with another exit code."""
     own = [command for command in script.commands if command.function and command.function in handler.split()]
     body = " ".join(" ".join(command.words) for command in own)
     return re.search(r"\bexit\b|\$\?", f"{handler} {body}") is not None
 
 
 def _kept(script: ParsedScript, command: Command) -> bool:
-    """Return whether a command is the value of a variable that starts ranks."""
+    """Return whether a command starts ranks through a variable or a wrapper script."""
     if "".join(command.words[:1]).startswith("$"):
         return bool(_STARTS_RANKS.search(" ".join(script.variables.expanded(command.words))))
     # A wrapper that gets a launcher and what that starts.
@@ -139,7 +139,7 @@ def _kept(script: ParsedScript, command: Command) -> bool:
 
 
 def _inner_status(script: ParsedScript) -> Iterator[Found]:
-    """Find trainings in `bash -c "…"` whose exit code that shell loses."""
+    """Find trainings in `bash -c "…"` whose exit code the inner shell loses."""
     for command in script.commands:
         for before, word in pairwise(command.words if not (command.file or command.function) else ()):
             text = " ".join(script.variables.expanded([word]))
@@ -172,7 +172,7 @@ def _inner_status(script: ParsedScript) -> Iterator[Found]:
 
 
 def _loop_status(script: ParsedScript) -> Iterator[Found]:
-    """Find loops that go on after a failed training, in scripts that do not check its exit code."""
+    """Find loops that continue after a failed training, in scripts that do not check its exit code."""
     steps = [
         command for command in script.commands if not (command.file or command.function) and _in_loop(script, command)
     ]
@@ -213,7 +213,7 @@ def _first_of_two(script: ParsedScript) -> Iterator[Found]:
 
 
 def _is_program(command: Command) -> bool:
-    """Return whether a command of the script itself is a Python program."""
+    """Return whether a command directly in the script is a Python program."""
     inside = command.started_by or command.function or command.file or command.captured or command.background
     python = re.fullmatch(r"python[\d.]*", command.program) and any(word.endswith(".py") for word in command.words[1:4])
     return bool(python) and not inside and not _FIRST_STEPS.search(" ".join(command.words[:4]))
