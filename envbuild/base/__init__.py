@@ -1,1 +1,1 @@
-"""The base floor: files, processes, locks, progress, errors and strict TOML, which know nothing of environments."""
+"""Base layer, independent of environments: files, processes, locks, progress, errors and strict TOML."""

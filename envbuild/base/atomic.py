@@ -62,7 +62,7 @@ def folder_lock(
 ) -> Iterator[bool]:
     """Hold a lock on `folder`, and yield whether its file system supports locks; leaves no file behind.
 
-    The lock is exclusive, or `shared` with others that are. `on_wait` is called when another process holds the lock.
+    The lock is exclusive, or `shared` with other shared locks. `on_wait` is called when another process holds the lock.
     Raises OSError when the folder cannot be opened, BlockingIOError when another process holds the lock and `wait` is
     false.
     """
@@ -149,9 +149,9 @@ def recover(place: Path) -> None:
 
 
 def staging(place: Path) -> Path:
-    """Return a new name beside `place` for the folder that `staged` creates, so that a Ctrl-C leaves none behind.
+    """Return a new name beside `place` for the folder that `staged` creates, so that a Ctrl-C leaves no folder behind.
 
-    The path is absolute and without "..", whatever `place` is: installers write what they can of it into scripts.
+    The path is absolute and without ".." for any `place`, because installers write it into scripts.
     """
     place = absolute_path(place)
     return place.with_name(f".{place.name}.envbuild-{secrets.token_hex(4)}")
@@ -214,7 +214,7 @@ def remove(folder: Path) -> None:
 def remove_tree(folder: Path) -> None:
     """Remove a folder and its contents, including read-only folders, of any depth. Errors are ignored.
 
-    No link is followed, also not one that another user puts in the place of a folder meanwhile.
+    No link is followed, not even if another user replaces a folder by a link during the removal.
     """
     with contextlib.suppress(OSError, RecursionError):
         for _, names, _, above in os.fwalk(folder):
@@ -234,7 +234,7 @@ def remove_tree(folder: Path) -> None:
 
 
 def _opened(name: str, above: int) -> int:
-    """Return a descriptor of the folder `name` in the folder `above`, and let its owner write to it. Raises OSError."""
+    """Return a descriptor of the folder `name` in the folder `above`, made writable for its owner. Raises OSError."""
     handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
     try:
         os.chmod(f"/proc/self/fd/{handle}", 0o700)  # fchmod(2) does not take it
@@ -268,7 +268,7 @@ def _remove_deep(top: int) -> None:
 
 @contextlib.contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Add `path`, which is being written, to an OSError of the block: write(2) and fsync(2) name no file."""
+    """Add `path`, the file being written, to an OSError of the block: errors of write(2) and fsync(2) lack it."""
     try:
         yield
     except OSError as error:
@@ -277,7 +277,7 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 def sync(handle: int) -> None:
-    """Write a file to its disk with fsync(2), where its file system can: FUSE, some of NFS and /dev/null cannot."""
+    """Write a file to its disk with fsync(2), if its file system supports this: FUSE, some NFS and /dev/null do not."""
     try:
         os.fsync(handle)
     except OSError as error:
@@ -303,7 +303,7 @@ def replacing(path: Path, mode: int = 0o644, prefix: str = ".new-") -> Iterator[
 def new_file(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
     """Yield the descriptor and the path of a new file in `folder`, private to the user; remove it if it is still there.
 
-    It is named before it exists, unlike one of tempfile's: a Ctrl-C at any moment leaves nothing. Raises OSError.
+    Unlike with tempfile, the name is known before the file exists: a Ctrl-C leaves no file. Raises OSError.
     """
     path, handle = folder / f"{prefix}{secrets.token_hex(8)}", -1
     try:
@@ -319,7 +319,7 @@ def new_file(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
 def write_atomically(path: Path, text: str, mode: int = 0o644, prefix: str = ".new-", *, durable: bool = True) -> None:
     """Write `text` to `path` with an atomic replace; missing parent folders are created. Raises OSError.
 
-    If not `durable`, a crash of the host may leave an empty file: for what can be made again.
+    If not `durable`, a crash of the host may leave an empty file: for files that can be written again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, mode, prefix) as temporary, temporary.open("w", encoding="utf-8") as stream:
@@ -330,20 +330,20 @@ def write_atomically(path: Path, text: str, mode: int = 0o644, prefix: str = ".n
 
 
 def write_beside(path: Path, text: str, mode: int = 0o644) -> None:
-    """Write `text` to `path`, in a folder of the user, as `write_atomically`; remove what killed runs left of it.
+    """Write `text` to `path`, in a folder of the user, as `write_atomically`; remove leftovers of killed runs.
 
-    In the store, `Store.clean_stale` removes that. Raises OSError.
+    In the store, `Store.clean_stale` removes leftovers. Raises OSError.
     """
     write_atomically(path, text, mode, _clean_beside(path))
 
 
 def replacing_beside(path: Path, mode: int = 0o644) -> contextlib.AbstractContextManager[Path]:
-    """Replace `path`, in a folder of the user, as `replacing`; remove what killed runs left of it. Raises OSError."""
+    """Replace `path`, in a folder of the user, as `replacing`; remove leftovers of killed runs. Raises OSError."""
     return replacing(path, mode, _clean_beside(path))
 
 
 def _clean_beside(path: Path) -> str:
-    """Remove the files that killed runs wrote to replace `path`; return what their names begin with."""
+    """Remove the temporary files of killed runs for `path`; return the prefix of their names."""
     prefix = f".{path.name}.envbuild-"
     for left in path.parent.glob(f"{glob.escape(prefix)}*"):
         with contextlib.suppress(OSError), left.open("rb") as stream:

@@ -1,4 +1,4 @@
-"""Disk space: checked and reserved before a file is written."""
+"""Check and reservation of disk space before a file is written."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_disk_space(folder: Path, size: int) -> None:
 def reserve(stream: BinaryIO, size: int) -> None:
     """Reserve `size` bytes of disk space, from the stream's position on; this detects quotas too.
 
-    The file does not get longer: `stream.truncate()` releases the space that was not used. Does nothing if the file
+    The file's length does not change: `stream.truncate()` releases unused space. Does nothing if the file
     system cannot reserve space. Raises BuildError when there is too little space.
     """
     if size <= 0:

@@ -36,9 +36,9 @@ _GLIBC = re.compile(r"GLIBC_([0-9]+)\.([0-9]+)(?:\.[0-9]+)?")
 class Elf:
     """A 64-bit ELF file.
 
-    `dynamic` says whether it has a dynamic section. `runpath` is DT_RUNPATH, or DT_RPATH if there is none. `needs` are
-    the symbol versions without which the loader refuses the file, as (library, version); `defines` are those that it
-    has. `symbols` is None if not read.
+    `dynamic` is whether it has a dynamic section. `runpath` is DT_RUNPATH, else DT_RPATH. `needs` are the symbol
+    versions that the loader requires from other libraries, as (library, version); `defines` are its own symbol
+    versions. `symbols` is None if not read.
     """
 
     machine: int
@@ -52,7 +52,7 @@ class Elf:
 
     @property
     def glibc(self) -> tuple[int, int]:
-        """The newest glibc version that its symbols need, (0, 0) for none."""
+        """Newest glibc version that its symbols need, (0, 0) for none."""
         found = [_GLIBC.fullmatch(version) for _, version in self.needs]
         return max(((int(m[1]), int(m[2])) for m in found if m), default=(0, 0))
 
@@ -97,7 +97,7 @@ def read_elf(path: Path, *, symbols: bool = False) -> Elf | None:
 
 
 def parse_elf(read: ReadAt, *, symbols: bool = False) -> Elf | None:
-    """Return the ELF file whose bytes `read` returns; `symbols` reads its symbol table, too. None as `read_elf`."""
+    """Parse the ELF file whose bytes `read` returns, with its symbol table if `symbols` is set. None as `read_elf`."""
     try:
         return _read(read, symbols)
     except (struct.error, ValueError, EOFError, IndexError):
@@ -199,9 +199,9 @@ def _definitions(unpack: Unpack, begin: int, count: int) -> Iterator[tuple[int, 
 
 
 class ElfParts:
-    """The parts of an ELF file of `size` bytes in which its tables are, kept while the file is read once.
+    """Parts of an ELF file of `size` bytes that contain its tables, kept while the file is read once.
 
-    Linkers put symbols at the begin and patchelf at the end; the dynamic section may be anywhere.
+    Linkers put symbols at the beginning and patchelf at the end; the dynamic section may be anywhere.
     """
 
     def __init__(self, size: int) -> None:
@@ -209,7 +209,7 @@ class ElfParts:
         self._offsets, self._pieces, self._at = list[int](), list[bytes](), 0
 
     def add(self, piece: bytes) -> None:
-        """Keep the next piece of the file, if it has a wanted part. The first piece must have all program headers."""
+        """Keep the next piece of the file if it contains tables. The first piece must contain all program headers."""
         if not self._at:
             with suppress(struct.error):
                 order = ">" if piece[5:6] == b"\2" else "<"
@@ -222,7 +222,7 @@ class ElfParts:
         self._at += len(piece)
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return bytes of the file. Raises EOFError for those that were not kept."""
+        """Return bytes of the file. Raises EOFError for bytes that were not kept."""
         number, found = max(bisect_right(self._offsets, offset) - 1, 0), list[bytes]()
         while length > 0:
             start = offset - self._offsets[number] if number < len(self._pieces) else -1
@@ -254,7 +254,7 @@ ReadAt = Callable[[int, int], bytes]
 
 
 class Symbols:
-    """The dynamic symbols of an ELF file."""
+    """Dynamic symbols of an ELF file."""
 
     def __init__(self, read: ReadAt, order: str, places: dict[int, int], strings: bytes, versions: dict[int, str]):
         """Read the tables at `places` (by tag); `versions` are by number. Raises as `read`, and struct.error."""
@@ -291,13 +291,13 @@ class Symbols:
                 yield self._name(name), self._version(mark)
 
     def has(self, name: bytes, version: str) -> bool:
-        """Return whether the symbol is defined, for the loader: in this `version` if both sides have versions."""
+        """Return whether the loader finds the symbol here: in this `version` if both sides have versions."""
         found = self._defined.get(name, ())
         return any(not version or not own or own == version for own in map(self._version, found))
 
     @cached_property
     def _defined(self) -> dict[bytes, tuple[int, ...]]:
-        """The numbers of the versions of the defined symbols."""
+        """Version numbers of the defined symbols."""
         found: dict[bytes, tuple[int, ...]] = {}
         for (offset, _, _, section, _, _), mark in self._rows():
             if section:

@@ -67,7 +67,7 @@ E = TypeVar("E", bound=EnvbuildError)
 def joined(kind: type[E], errors: Sequence[EnvbuildError]) -> E:
     """Return one error of the class `kind` with the messages and hints of all `errors`, each once.
 
-    Messages that differ in their first lines alone, as for several targets and one index that is down, share the rest.
+    Messages that differ only in their first lines share the rest, as for several targets and one unreachable index.
     """
     hints = dict.fromkeys(error.hint for error in errors if error.hint)
     heads: dict[str, dict[str, None]] = {}
@@ -131,9 +131,9 @@ _WRITING = "while writing "
 
 
 def system_error(error: OSError | UnicodeEncodeError) -> EnvbuildError | None:
-    """Return the error to show for an answer of the operating system, None for one that tells a user nothing.
+    """Return the message for an error of the operating system, None for an error that does not help a user.
 
-    Those are errors that name no file, and that a file system does not give.
+    The latter name no file and do not come from a file system.
     """
     if isinstance(error, UnicodeEncodeError):
         if error.encoding != sys.getfilesystemencoding():
@@ -156,14 +156,14 @@ def system_error(error: OSError | UnicodeEncodeError) -> EnvbuildError | None:
 
 
 def system_hint(number: int | None) -> str:
-    """Return what a user can do about errno `number` of a file."""
+    """Return the hint for errno `number` of a file operation."""
     return _SYSTEM.get(number or 0, (BuildError, _OTHER))[1]
 
 
 def file_error(error: OSError, where: str | os.PathLike[str] | None = None) -> str:
-    """Return what failed with which file, and why: "cannot write /store/x: No space left on device".
+    """Return action, file and reason of an error: "cannot write /store/x: No space left on device".
 
-    `where` is the file or folder that was being written; the error's own file is named if it is known.
+    `where` is the file or folder being written; the message names the error's own file if it is known.
     """
     if lost := _not_copied(error):
         more = f" (and {len(lost) - 1} more)" if lost[1:] else ""
@@ -175,7 +175,7 @@ def file_error(error: OSError, where: str | os.PathLike[str] | None = None) -> s
 
 
 def note_writing(error: OSError, path: str | os.PathLike[str]) -> None:
-    """Add to `error` that `path` was being written, for `file_error` and for reports of faults."""
+    """Add a note to `error` that names `path`, the file being written, for `file_error` and crash reports."""
     error.add_note(f"{_WRITING}{os.fspath(path)}")
 
 
@@ -188,10 +188,10 @@ def _not_copied(error: OSError) -> list[tuple[str, str, str]]:
 
 
 def _file_of(error: OSError) -> tuple[str, str]:
-    """Return "read", "write" or "copy", and the path of the file of which `error` is; "" for what is not known.
+    """Return the action ("read", "write" or "copy") and the file of `error`; "" if unknown.
 
-    The system names the file of open(2) or rename(2), but not whether it was to be read or written, and none of
-    read(2), write(2) and fsync(2). The innermost frame that has an open file knows both.
+    Errors of open(2) and rename(2) name the file but not the action; errors of read(2), write(2) and fsync(2) name
+    neither. Both are known in the innermost frame with an open file.
     """
     noted = [note.removeprefix(_WRITING) for note in getattr(error, "__notes__", ()) if note.startswith(_WRITING)]
     paths = [os.fsdecode(path) for path in (error.filename, error.filename2) if isinstance(path, (str, bytes))]
@@ -208,7 +208,7 @@ def _file_of(error: OSError) -> tuple[str, str]:
 
 
 def _open_files(error: OSError) -> tuple[list[str], list[str]]:
-    """Return the paths of the files that the innermost frame with any has open, or opens: to read, and to write."""
+    """Return the files that the innermost frame with open files has open or opens: (to read, to write)."""
     frames, trace = [], error.__traceback__
     while trace is not None:
         frames.append(trace.tb_frame)

@@ -1,4 +1,4 @@
-"""Files that ship with envbuild, small and regular files, JSON, and files of the store that appear elsewhere too."""
+"""Access to shipped files, small and regular files, JSON, and copies or hard links of files in the store."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def shipped(name: str) -> Path:
 
 
 def project_folder() -> Path:
-    """Return the folder whose `recipes` folder has a recipe: the current one or the nearest above it, else the current.
+    """Return the nearest folder (current or above) with a recipe in its `recipes` folder, else the current folder.
 
-    Builds write into its `build` folder. Others could have put recipes into a folder that everyone may write to, so the
-    search ends below it.
+    Builds write into its `build` folder. The search ends below a folder that everyone may write to, because others
+    could have put recipes there.
     """
     here = Path()
     while next(here.glob("recipes/*/recipe.toml"), None) is None:
@@ -48,12 +48,12 @@ def project_folder() -> Path:
 
 
 def build_folder() -> Path:
-    """Return the folder of artifacts without --out: build/RECIPE/TARGET in it."""
+    """Return the default folder of artifacts, used without --out, in which they are at build/RECIPE/TARGET."""
     return project_folder() / "build"
 
 
 def read_small(path: Path) -> bytes:
-    """Return the content of a file of at most 16 MiB. Raises OSError, also for a larger one: a device has no end."""
+    """Return the content of a file of at most 16 MiB. Raises OSError, also for a larger file, such as a device."""
     with path.open("rb") as stream:
         data = stream.read(_MOST + 1)
     if len(data) > _MOST:
@@ -62,7 +62,7 @@ def read_small(path: Path) -> bytes:
 
 
 def is_file_name(text: object) -> bool:
-    """Return whether `text`, which another wrote, may be the name of a file in a folder, and of nothing elsewhere."""
+    """Return whether the untrusted `text` is a file name that cannot lead outside of its folder."""
     if not isinstance(text, str) or text in ("", ".", "..") or "/" in text or "\0" in text:
         return False
     try:
@@ -72,7 +72,7 @@ def is_file_name(text: object) -> bool:
 
 
 def link_or_copy(source: Path, place: Path) -> None:
-    """Make `place` a hard link to `source`, a file that nobody changes, or else a copy; an existing `place` is kept."""
+    """Create `place` as a hard link to the immutable file `source`, else as a copy; an existing `place` is kept."""
     if place.exists():
         return
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -83,9 +83,9 @@ def link_or_copy(source: Path, place: Path) -> None:
 
 
 def open_known(path: str | Path, flags: int, mode: int = 0o666) -> int:
-    """Open or create a file whose name others know before it exists, for writing. Raises OSError.
+    """Open or create a file with a predictable name for writing. Raises OSError.
 
-    A link that another user put there, in a folder that several may write to, would lead the write elsewhere: it is
+    In a shared folder, another user may have created a link of this name, which would redirect the write: it is
     removed.
     """
     while True:
@@ -113,7 +113,7 @@ def read_regular(path: str | Path) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the JSON document `text`. Raises ValueError, also for one that is nested too deeply."""
+    """Return the JSON document `text`. Raises ValueError, also if it is nested too deeply."""
     import json  # only commands that read artifacts and locks need it
 
     try:
@@ -123,7 +123,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def walk_stats(root: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield (path below `root`, stat) of everything there that is no folder; no link is followed. Raises OSError."""
+    """Yield (path below `root`, stat) for all entries except folders; links are not followed. Raises OSError."""
     start = len(os.fspath(root)) + 1
     folders = [os.fspath(root)]
     while folders:
@@ -136,10 +136,10 @@ def walk_stats(root: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def absolute_path(path: Path) -> Path:
-    """Return `path` as an absolute path without "..": the one that the kernel would find. Raises OSError.
+    """Return `path` as an absolute path without "..", resolved like by the kernel. Raises OSError.
 
-    ".." behind a symbolic link leads to the folder above the link's target; other links stay, because a folder may have
-    only that name on other hosts. Tools compare and join paths by their text, which "..", as typed, would spoil.
+    ".." after a symbolic link leads to the parent of the link's target; other links are kept, because other hosts may
+    know a folder only by the link. Tools compare and join paths as text, which requires paths without "..".
     """
     whole = path.absolute()
     found = Path(whole.anchor)
@@ -152,7 +152,7 @@ def absolute_path(path: Path) -> Path:
 
 
 def named_path(path: Path) -> Path:
-    """Return `path`, made absolute if it has ".." or no name of its own, as "."; files lie beside an artifact's."""
+    """Return `path`, made absolute if it has ".." or no name (as "."): files beside an artifact need its name."""
     return absolute_path(path) if ".." in path.parts or not path.name else path
 
 

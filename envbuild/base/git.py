@@ -1,8 +1,8 @@
-"""The one way in which envbuild runs git: no program that a repository names is run, and nobody is asked anything.
+"""Only way to run git in envbuild: without programs that a repository names, and without prompts.
 
-The configuration in a repository (.git/config) names programs that git runs: hooks, the monitor of the file system,
-filters, pagers, programs for other protocols. Whoever made the repository wrote it; it may have come in an archive. The
-configuration of the user and of the host stays in force. git's own check of the owner stays, too (safe.directory).
+The configuration in a repository (.git/config) names programs that git runs: hooks, the file system monitor, filters,
+pagers, programs for other protocols. It is untrusted: the repository may have come in an archive. The configuration of
+the user and of the host stays in force, and so does git's own check of the owner (safe.directory).
 Sources: git-config(1); git(1), "Environment Variables"; gitattributes(5), `filter`; safe.bareRepository.
 """
 
@@ -50,10 +50,10 @@ def run_git(
     settings: tuple[str, ...] = (),
     fetches: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run git with the command `words` in `folder`, and return its output and exit status, of whatever kind.
+    """Run git with the command `words` in `folder`; return its output and exit status, also after a failure.
 
-    Only with `fetches` may it use a network, and filters of the repository: for one that envbuild made itself. Raises
-    HostError without git, and UsageError for a repository with a filter that cannot be switched off.
+    With `fetches`, for repositories that envbuild created, git may use the network and the repository's filters. Raises
+    HostError without git, and UsageError for a repository with a filter that cannot be disabled.
     """
     env = {name: value for name, value in variables.items() if name not in _DROPPED}
     env |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
@@ -71,7 +71,7 @@ def run_git(
 
 
 def _without_filters(folder: Path, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the settings that switch off the filters that the repository around `folder` itself defines."""
+    """Return the settings that disable the filters defined in the repository of `folder`."""
     settings = []
     for key in sorted(_filters(folder, env) - _filters(folder, {**env, "GIT_DIR": "/dev/null"})):
         name = key.partition("\n")[0]
@@ -85,7 +85,7 @@ def _without_filters(folder: Path, env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _filters(folder: Path, env: Mapping[str, str]) -> set[str]:
-    """Return the lines KEY, newline, VALUE about filters of the configuration that is in force in `folder`."""
+    """Return the filters in git's effective configuration in `folder`, each as KEY, newline, VALUE."""
     options = [word for setting in _SETTINGS for word in ("-c", setting)]
     done = process.run(["git", *options, "-C", folder, "config", "--null", "--list"], env=env, check=False)
     return {row for row in done.stdout.split("\0") if row.startswith("filter.")}

@@ -1,4 +1,4 @@
-"""This machine: mounted file systems, and the CPUs and memory that this process may use. Standard library only."""
+"""Mounted file systems of this host, and the CPUs and memory available to this process. Standard library only."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _REFLINK = frozenset({"btrfs"})
 
 
 class Mount(NamedTuple):
-    """A mounted file system.
+    """Mounted file system.
 
-    `kind` is its type, `at` the mount point, `top` the folder of the file system that is mounted there, `options` are
-    the options of the mount, `own_options` those of the file system.
+    `kind` is its type, `at` the mount point, `top` the mounted folder of the file system, `options` are
+    the options of the mount, `own_options` the options of the file system.
     """
 
     kind: str
@@ -117,7 +117,7 @@ _SIZE = re.compile(r"([0-9]{1,15})([KMGT]?)B?", re.ASCII | re.IGNORECASE)
 
 
 def workers(variables: Mapping[str, str], most: int = 64, *, root: Path = Path("/")) -> int:
-    """Return how many CPUs this process may keep busy: at least 1, at most `most`.
+    """Return the number of CPUs that this process may use: at least 1, at most `most`.
 
     It is the minimum of the CPU affinity, the CPU quotas of the process's cgroups (rounded up) and Slurm's allocation.
     `root` is the folder with proc and sys.
@@ -135,7 +135,7 @@ def workers(variables: Mapping[str, str], most: int = 64, *, root: Path = Path("
 
 
 def memory(variables: Mapping[str, str], *, root: Path = Path("/")) -> int | None:
-    """Return how many bytes of memory this process may use, None if unknown.
+    """Return the bytes of memory that this process may use, None if unknown.
 
     It is the minimum of the limits of the process's cgroups, Slurm's allocation, and the memory that the kernel calls
     available. `root` is the folder with proc and sys.
@@ -195,7 +195,7 @@ def _natural(text: str | None) -> int | None:
 
 
 def _size(text: str | None) -> int | None:
-    """Return the bytes in a size of Slurm's, which is in MiB or has a unit; None for any other text."""
+    """Return the bytes in a size as written by Slurm, in MiB or with a unit; None for any other text."""
     match = _SIZE.fullmatch((text or "").strip())
     return int(match[1]) * _UNITS[match[2].upper()] if match else None
 

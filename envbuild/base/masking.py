@@ -62,7 +62,7 @@ def is_secret(name: str) -> bool:
 
 
 def sounds_secret(name: str) -> bool:
-    """Return whether a variable of this name almost certainly holds a secret: then envbuild refuses it."""
+    """Return whether a variable of this name almost certainly holds a secret, so that envbuild refuses it."""
     return _SOUNDS_SECRET.search(name) is not None
 
 

@@ -61,8 +61,8 @@ def conda_digest(rows: Iterable[tuple[str, str]]) -> str:
 def top_level(paths: Iterable[str]) -> tuple[str, ...]:
     """Return the importable top-level modules of a distribution, from its files' paths in site-packages, sorted.
 
-    Of a namespace package, whose folder has no __init__.py (PEP 420), it returns the packages directly inside. Modules
-    that begin with an underscore, and folders that distributions install by accident (tests, docs), are left out.
+    A namespace package, whose folder has no __init__.py (PEP 420), is replaced by the packages directly inside. Modules
+    with a leading underscore, and folders that distributions install by accident (tests, docs), are left out.
     """
     found, packages = set[str](), set[str]()
     for path in paths:
@@ -84,7 +84,7 @@ _WHEEL = "Wheel-Version: 1.0\nGenerator: envbuild\nRoot-Is-Purelib: true\nTag: p
 
 
 def record_row(digest: bytes, size: int) -> tuple[str, str]:
-    """Return (hash, size) of a file as RECORD has them, from its sha256."""
+    """Return (hash, size) of a file in the form of RECORD, from its sha256."""
     return f"sha256={base64.urlsafe_b64encode(digest).rstrip(b'=').decode()}", str(size)
 
 

@@ -30,9 +30,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def of_caller(variables: Mapping[str, str], *, verifying: bool = False) -> dict[str, str]:
-    """Return those of the caller's `variables` that a program of an artifact gets (data/caller.toml).
+    """Return the caller's `variables` that are passed to a program of an artifact (data/caller.toml).
 
-    With `verifying`, variables that would decide a verification are left out, too.
+    With `verifying`, variables that would affect the result of a verification are also left out.
     """
     table = load_table("caller")
     kept = () if verifying else table["python"]["kept"]
@@ -81,10 +81,10 @@ def start(
 
 @contextlib.contextmanager
 def forked(work: Callable[[], object]) -> Iterator[None]:
-    """Run `work` in a silent fork of this process; what it leaves are files. It ends with the block, as by Ctrl-C.
+    """Run `work` in a silent fork of this process, for the files that it writes. The fork ends with the block.
 
-    It uses what this process leaves of the processors. It has none of this one's threads, so `work` must need nothing
-    that they hold. Without room for one more process, nothing is run.
+    It has a low priority. It has none of this process's threads, so `work` must not need locks that they hold.
+    If the system cannot start another process, nothing is run.
     """
     try:
         child = os.fork()
@@ -157,7 +157,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run `command` to its end and capture both streams.
 
-    With `check`, a non-zero exit raises `failure` with the last lines of the tool's output; `what` names the step in
+    With `check`, a non-zero exit raises `failure` with the end of the tool's output; `what` names the step in
     the message. An interrupt stops the child and all its children.
     """
     child = start(command, env=env, cwd=cwd)
@@ -200,9 +200,9 @@ def ending(status: int) -> str:
 
 
 def tail(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the last lines of a tool's output, indented, without passwords and commands to a terminal.
+    """Return the last lines of a tool's output, indented, without passwords and terminal control sequences.
 
-    They are those of stderr, or of stdout if stderr is empty.
+    The output is stderr, or stdout if stderr is empty.
     """
     lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
     return redact("\n".join(f"  {clean(line)}" for line in lines[-TAIL_LINES:]))

@@ -1,6 +1,6 @@
 """Messages and progress for users on stderr: live on a terminal; elsewhere, lines and a sign of life every 15 s.
 
-No text that envbuild prints can command a terminal, or fails in the locale's encoding.
+Printed text contains no terminal control sequences, and does not fail in the locale's encoding.
 
 rich draws the live part, and is imported when a task has run for a quarter of a second.
 """
@@ -33,9 +33,9 @@ _COMMAND = re.compile(
 
 
 def clean(text: str, *, colours: bool = False) -> str:
-    """Return `text` without commands to a terminal, with or without its colours, and "?" for other control characters.
+    """Return `text` without terminal control sequences, with or without colours, and "?" for other control characters.
 
-    Tabs and line ends remain. Logs, registries and tools may send anything.
+    Tabs and line ends are kept. Text of logs, registries and tools is untrusted.
     """
     text = _COMMAND.sub(lambda m: m[1] or "" if colours else "", text.replace("\r\n", "\n"))
     if text.isprintable():
@@ -44,18 +44,18 @@ def clean(text: str, *, colours: bool = False) -> str:
 
 
 class ClosedPipe(Exception):
-    """Whoever read standard output or standard error has closed it: EPIPE of these streams alone.
+    """EPIPE on standard output or standard error: its reader has closed it.
 
-    It is no OSError, which those who write files would take for an error of theirs.
+    It is not an OSError, which code that writes files would take for an error of its file.
     """
 
 
 class GuardedStream(io.TextIOWrapper):
-    """Standard output or standard error: the one place through which envbuild's text leaves it.
+    """Standard output or standard error, through which all text of envbuild is written.
 
-    `cleans`: it removes commands to a terminal, and `beneath` is the stream that does not, for those who move the
-    cursor. Messages that cannot be written, such as those to a log on a full disk, are lost (`is_lossy`): they decide
-    neither the work nor its exit code. Somebody who stops to read them does. Raises ClosedPipe, and OSError with the
+    With `cleans`, it removes terminal control sequences; code that moves the cursor writes to the stream `beneath`.
+    If `is_lossy`, messages that cannot be written, such as to a log on a full disk, are dropped without affecting the
+    work or its exit code. A closed pipe ends the work: it raises ClosedPipe. Other errors are OSError with the
     stream's name.
     """
 
@@ -88,16 +88,16 @@ class GuardedStream(io.TextIOWrapper):
 
 
 def has_colours() -> bool:
-    """Return whether the user wants colours on terminals (https://no-color.org), and the terminal has them."""
+    """Return whether the user wants colours (https://no-color.org) and the terminal supports them."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def guard_streams() -> None:
-    """Guard standard output and standard error: their errors, and commands to a terminal in text for one.
+    """Replace standard output and standard error by GuardedStreams.
 
     Text for stderr, and for stdout on a terminal, is cleaned. Characters that the locale's encoding lacks are escaped
-    instead of raising an error. Scripts get the bytes of results unchanged: a path may contain any. A stream that was
-    closed by who started envbuild is /dev/null: files that are opened later must not take its place.
+    instead of raising an error. Scripts get the bytes of results unchanged: a path may contain any bytes. A stream that
+    was closed before envbuild started becomes /dev/null, so that no file opened later gets its descriptor.
     """
     _open_closed()
     codecs.register_error("envbuild", _bytes_of)
@@ -116,7 +116,7 @@ def guard_streams() -> None:
 
 
 def _open_closed() -> None:
-    """Open /dev/null in the place of standard streams that are closed."""
+    """Open /dev/null for standard streams that are closed."""
     null = os.open(os.devnull, os.O_RDWR)
     while null <= 2:  # it is the lowest free descriptor
         os.set_inheritable(null, True)
@@ -128,7 +128,7 @@ def _open_closed() -> None:
 
 
 def _bytes_of(error: UnicodeError) -> tuple[bytes, int]:
-    """Encode what the locale cannot: the bytes of a path that were no text as they were, other characters escaped."""
+    """Encode characters that the locale lacks: undecodable bytes of a path unchanged, others as escapes."""
     assert isinstance(error, UnicodeEncodeError)
     part = error.object[error.start : error.end]
     kept = (bytes([ord(c) - 0xDC00]) if "\udc80" <= c <= "\udcff" else ascii(c)[1:-1].encode() for c in part)
@@ -146,7 +146,7 @@ _UNSEEN = ("dumb", "unknown", "")
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A step or a transfer that runs; a transfer `counts` bytes. `told`: its title was printed by the caller."""
+    """Running step or transfer; a transfer `counts` bytes. `told`: the caller has printed its title."""
 
     title: str
     started: float
@@ -161,7 +161,7 @@ class Task:
 
     @property
     def name(self) -> str:
-        """The title without the mark that more is to come."""
+        """Title without the ellipsis at its end."""
         return self.title.strip().removesuffix(" …")
 
     def advance(self, count: int) -> None:
@@ -177,7 +177,7 @@ class Task:
         return (has - had) / (after - before) if after > before else 0.0
 
     def amount(self) -> str:
-        """Return the bytes so far, and of how many: "1.2 MB of 9.0 MB"; "" for a step."""
+        """Return the transferred and the total bytes: "1.2 MB of 9.0 MB"; "" for a step."""
         if not self.counts or not (self.done or self.total):
             return ""
         return human_size(self.done) + (f" of {human_size(self.total)}" if self.total else "")
@@ -193,7 +193,7 @@ class Task:
 
 
 class Display:
-    """The messages and tasks of one stream, None for a closed one; `reused` says of each part by kind if it was there.
+    """Messages and tasks of a stream (None: closed); `reused` holds, by kind, whether each part was reused.
 
     `clock` replaces the clock in tests, which then call `tick`.
     """
@@ -363,7 +363,7 @@ OnProgress = Callable[[int], None]
 
 
 def display() -> Display:
-    """Return the display of stderr, which belongs to the stream: a test that replaces the stream gets another one."""
+    """Return the display of stderr, one per stream object: a test that replaces the stream gets a new display."""
     stream: Any = sys.stderr
     found = getattr(stream, "display", None)
     if isinstance(found, Display):
@@ -375,7 +375,7 @@ def display() -> Display:
 
 
 def log(message: str) -> None:
-    """Print a message to stderr; standard output is for results. With --quiet, only those that begin "warning:"."""
+    """Print a message to stderr; stdout is for results. With --quiet, print only messages that begin "warning:"."""
     display().print(message)
 
 
@@ -386,9 +386,9 @@ def detail(message: str) -> None:
 
 
 def reuse(kind: str, name: str, there: bool) -> int:
-    """Note for the closing summary whether a part of the build, such as one of the "layers", was there already.
+    """Record for the closing summary whether a part of the build, such as one of the "layers", was reused.
 
-    A part that was not there once counts as new. Returns how many parts of the kind are new.
+    A part that was ever missing counts as new. Returns the number of new parts of the kind.
     """
     parts = display().reused.setdefault(kind, {})
     parts[name] = parts.get(name, True) and there
@@ -397,7 +397,7 @@ def reuse(kind: str, name: str, there: bool) -> int:
 
 @contextmanager
 def step(title: str, *, told: bool = False, note: Callable[[], str] | None = None) -> Iterator[None]:
-    """Show a step that takes its time.
+    """Show a long-running step.
 
     A terminal shows it with its time while it runs, the lines of `note()` below it, and prints it with its time when it
     ends. Elsewhere it is printed when it starts, and again when nothing was printed for 15 s. `told`: the caller has
@@ -411,7 +411,7 @@ def step(title: str, *, told: bool = False, note: Callable[[], str] | None = Non
 def transfer(title: str, total: int | None) -> Iterator[OnProgress]:
     """Show the progress of one transfer of `total` bytes (None: unknown), as a step.
 
-    Yields a function to call with each number of bytes transferred; several threads may call it.
+    Yields a function to call with the number of bytes of each piece; several threads may call it.
     """
     with display().task(title, total=total, counts=True) as task:
         yield task.advance

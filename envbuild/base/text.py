@@ -1,4 +1,4 @@
-"""Values as people write them: ages (30d), sizes (50G), durations, names and versions of packages."""
+"""Human-readable values: ages (30d), sizes (50G), durations, names and versions of packages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def human_time(seconds: float) -> str:
 
 
 def normalise(name: str) -> str:
-    """Return a project name in its normalized form (PEP 503)."""
+    """Return the normalized form of a project name (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

@@ -58,7 +58,7 @@ _SCALAR = re.compile(r'"""(?:[^\\]|\\.)*?"{3,5}|\'\'\'.*?\'{3,5}|"(?:[^"\\]|\\.)
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A parsed TOML file: its `data`, and the position of each key in the file."""
+    """Parsed TOML file: its `data`, and the position of each key in the file."""
 
     path: Path
     text: str = dataclasses.field(repr=False)
@@ -116,26 +116,26 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def value_at(value: Any, *keys: str) -> Any:
-    """Return the value below `keys` in data that nobody checked, None if there is none."""
+    """Return the value at `keys` in unvalidated data, None if it is missing."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value
 
 
 def table_at(value: Any, *keys: str) -> dict[str, Any]:
-    """Return the table below `keys` in data that nobody checked, {} if there is none."""
+    """Return the table at `keys` in unvalidated data, {} if there is none."""
     found = value_at(value, *keys)
     return found if isinstance(found, dict) else {}
 
 
 def list_at(value: Any, *keys: str) -> list[Any]:
-    """Return the list below `keys` in data that nobody checked, [] if there is none."""
+    """Return the list at `keys` in unvalidated data, [] if there is none."""
     found = value_at(value, *keys)
     return found if isinstance(found, list) else []
 
 
 def _syntax_error(path: Path, text: str, message: str) -> str:
-    """Return tomllib's message with the position in front, where editors expect it, instead of at the end."""
+    """Return tomllib's message with the position at the front, as editors expect, instead of at the end."""
     found = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", message, re.S)
     if found is None:
         return f"{path}: {message}"
@@ -185,7 +185,7 @@ class Scanner:
                 self.pair(table)
 
     def match(self, pattern: re.Pattern[str]) -> str:
-        """Skip what `pattern` matches, and return it."""
+        """Skip the text that `pattern` matches, and return it."""
         found = pattern.match(self.text, self.at)
         assert found is not None, f"scanner lost at offset {self.at}"
         self.at = found.end()
@@ -278,7 +278,7 @@ def toml_pairs(table: Mapping[str, object]) -> list[str]:
 
 
 def table_text(table: Mapping[str, object], keys: tuple[str, ...] = ()) -> str:
-    """Return `table`, and the tables in it, as TOML, with the header that `keys` name."""
+    """Return `table` and its inner tables as TOML, with the header `[KEYS]`."""
     only_tables = table and all(isinstance(one, Mapping) for one in table.values())
     lines = [f"\n[{'.'.join(map(toml_key, keys))}]"] if keys and not only_tables else []
     lines += [f"{toml_key(key)} = {_lines(one)}" for key, one in table.items() if not isinstance(one, Mapping)]
@@ -313,7 +313,7 @@ class Rules(TypedDict, total=False):
 
 
 def key(default: T, doc: str, **rules: Unpack[Rules]) -> T:
-    """Return the dataclass field of a key with this default (a table or a dict: an empty one), meaning and rules."""
+    """Return the dataclass field of a key with a default (for a table or dict: an empty one), meaning and rules."""
     # Dicts are mutable, and tables may hold dicts: each instance makes its own.
     made = isinstance(default, dict) or dataclasses.is_dataclass(default)
     how: dict[str, Any] = {"default_factory": type(default)} if made else {"default": default}
@@ -321,7 +321,7 @@ def key(default: T, doc: str, **rules: Unpack[Rules]) -> T:
 
 
 def required(doc: str, **rules: Unpack[Rules]) -> Any:
-    """Return the dataclass field of a key that has to be there, with its meaning and rules."""
+    """Return the dataclass field of a required key, with its meaning and rules."""
     return dataclasses.field(metadata={"doc": doc, **rules})
 
 
@@ -331,7 +331,7 @@ def internal(default: T) -> T:
 
 
 def form(pattern: str, what: str) -> Check:
-    """Return a check for values that match all of `pattern`; its message is the value and `what`."""
+    """Return a check that values fully match `pattern`; its message is the value and `what`."""
     return lambda value: None if re.fullmatch(pattern, value) else f"{value!r} {what}"
 
 
@@ -495,7 +495,7 @@ def _dotted(keys: Keys) -> str:
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
-    """Return the entry of `known` that is most similar to `word`, or has it as a part, or None if there is none."""
+    """Return the entry of `known` that is most similar to `word` or contains it, None if there is none."""
     import difflib  # imported only when there is a mistake
 
     names = list(known)
@@ -512,7 +512,7 @@ def nearest(word: Any, accepted: Iterable[Any]) -> str:
 
 
 def json_schema(cls: type[DataclassInstance], *, id: str, title: str) -> dict[str, Any]:
-    """Return a JSON Schema (draft 2020-12) for `cls`. It has no `check` functions, so it accepts more than `decode`."""
+    """Return a JSON Schema (draft 2020-12) for `cls`. It omits `check` functions, so it accepts more than `decode`."""
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": id, "title": title}
     return {**head, **_schema(cls, {})}
 

@@ -1,4 +1,4 @@
-"""Source archives and zip files, unpacked as this user, without members that lead outside."""
+"""Unpacking of source archives and zip files as this user; members that lead outside are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def unpack(archive: Path, folder: Path, count: Callable[[str, int], None] = lamb
     """Unpack a tar (plain, gz, bz2, xz) or zip file into the new `folder`, without its single top-level folder.
 
     `count` is called with the name and the size of each member of a tar before anything is written, and may raise.
-    Raises BuildError for a file that is neither, is damaged, or has a member that leads outside.
+    Raises BuildError for a file of another format, a damaged file, or a member that leads outside.
     """
     raw = folder.with_name(folder.name + ".raw")
     raw.mkdir()

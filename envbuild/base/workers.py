@@ -1,4 +1,4 @@
-"""Threads for work beside the reader of a stream, and for several items at once; Ctrl-C ends them at any moment.
+"""Threads for work in parallel to the reader of a stream, and on several items; Ctrl-C ends them at any moment.
 
 concurrent.futures is not used: its locks are Python code, and a Ctrl-C inside them leaves them locked, so that its
 threads and its `shutdown` wait forever. `queue.SimpleQueue` is C code.
@@ -30,7 +30,7 @@ _FEW = 2  # processors
 
 
 class Answer(Generic[T]):
-    """The result or the error of one call in a thread. It can be taken once."""
+    """Result or error of one call in a thread. It can be taken once."""
 
     def __init__(self) -> None:
         self._found: SimpleQueue[tuple[T, None] | tuple[None, BaseException]] = SimpleQueue()
@@ -98,9 +98,9 @@ class Workers:
 
 
 class Behind:
-    """A thread that makes calls in the order of `submit`, at most `most` of them behind its caller.
+    """Thread that runs calls in the order of `submit`; at most `most` calls are waiting.
 
-    With a `most` of 0, the caller makes them.
+    With a `most` of 0, the calls run in the caller's thread.
     """
 
     def __init__(self, most: int) -> None:
@@ -129,8 +129,8 @@ class Behind:
 def beside_reader(most: int) -> Behind:
     """Return a Behind for work on the bytes that a reader has just read.
 
-    With one or two processors, the reader does this work: its processor has the bytes in its cache, and the other one
-    has enough to do.
+    With one or two processors, the reader's thread does this work: its processor has the bytes in its cache, and the
+    other processor is busy.
     """
     return Behind(most if host.workers(os.environ) > _FEW else 0)
 

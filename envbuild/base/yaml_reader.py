@@ -1,4 +1,4 @@
-"""Reader of YAML that others wrote, which may be made to take gigabytes."""
+"""Reader of untrusted YAML, which may be crafted to expand to gigabytes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _DEEPEST, _EVENTS = 64, 300_000
 def parse_yaml(
     text: str, name: str, error: type[EnvbuildError], hint: str, *, typ: str, aliases: int, expanded: bool = False
 ) -> list[Any]:
-    """Return the documents in `text`; `typ` is that of ruamel.yaml.
+    """Return the documents in `text`; `typ` is ruamel.yaml's type of loader.
 
-    Raises `error` with `hint`, naming `name` and the line, for text that is not YAML. Text that is nested more than 64
-    levels deep, has more `aliases`, each of which can stand for all that is before it, or is very large, is refused;
-    with `expanded`, which a caller needs that writes its values, what aliases stand for counts each time.
+    Raises `error` with `hint`, naming `name` and the line, for text that is not YAML. Text is refused if it is very
+    large, is nested more than 64 levels deep, or has more than `aliases` aliases, each of which may repeat all text
+    before it. With `expanded`, for callers that write the values, the content of every alias counts towards the size.
     """
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError

@@ -161,7 +161,7 @@ def _rows(value: Any, key: str) -> list[Mapping[str, Any]]:
 
 
 def _replicas(document: Mapping[str, Any]) -> Iterator[Found]:
-    """Find containers of a PyTorchJob whose names the operator does not recognise."""
+    """Find replicas of a PyTorchJob without the container "pytorch", the only name that the operator accepts."""
     specs = _inner(document, "spec", "pytorchReplicaSpecs")
     for replica in specs.values() if isinstance(specs, Mapping) else ():
         containers = _rows(_inner(replica, "template", "spec"), "containers")
