@@ -309,7 +309,7 @@ def _python(contents: Inventory, inner: bool) -> dict[str, tuple[str, str]]:
 
 
 def _named(packages: Iterable[Any], inside: Callable[[Any], bool], inner: bool) -> Iterator[tuple[str, Any]]:
-    """Yield packages with their names; those outside of the environment with their folder, or not at all if `inner`."""
+    """Yield packages by name, with the folder of packages outside of the environment; `inner` leaves these out."""
     for package in packages:
         if inside(package):
             yield package.name, package
