@@ -209,7 +209,7 @@ def _described(absent: Answers[Item], title: str) -> list[str]:
 
 
 def stored_wheel(wheel: WantedWheel, store: Store) -> Path | None:
-    """Return the file of `wheel` in the store, None without one. A file that is called another wheel is none."""
+    """Return the file of `wheel` in the store, None without one. A file with another wheel's name does not count."""
     fits = partial(matches, name=wheel.name, version=wheel.version)
     return next(filter(None, (store.find("wheels", sha256, fits) for sha256 in sorted(wheel.hashes))), None)
 
