@@ -1,1 +1,1 @@
-"""The site: where builds and jobs run, as site.toml says it, and the user's configuration of pip and uv."""
+"""The site: the settings of builds and jobs in site.toml, and the user's configuration of pip and uv."""

@@ -139,7 +139,7 @@ def toleration_problem(text: str) -> str | None:
 
 
 def volume_source(text: str) -> tuple[dict[str, object], bool] | None:
-    """Return the source of a volume, and whether pods only read it; None for text that names none.
+    """Return the source of a volume, and whether pods only read it; None for invalid text.
 
     claim:NAME and configmap:NAME, with :ro to only read; host:/PATH of the node; empty, or empty:SIZE, for a folder
     that lives as long as its pod.
@@ -222,7 +222,7 @@ UNLIMITED = "Kubernetes evicts such pods first, and a namespace with a quota on 
 
 
 def unlimited(limits: Collection[str]) -> str:
-    """Return which of CPUs and memory pods with these limits do not ask for, "" for none."""
+    """Return which of CPUs and memory these limits lack, "" for none."""
     names = {"cpu": "CPUs", "memory": "memory"}
     return " and no ".join(title for name, title in names.items() if name not in limits)
 

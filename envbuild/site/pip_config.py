@@ -203,7 +203,7 @@ def _mistake(error: Exception) -> tuple[int, str]:
 
 
 def _line_of(text: str, section: str, option: str) -> int:
-    """Return the line where `option` of `section` begins: configparser does not keep it."""
+    """Return the line at which `option` of `section` begins, which configparser does not keep."""
     current = ""
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\[(.+)\]", line):

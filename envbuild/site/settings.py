@@ -29,7 +29,7 @@ def _index_problem(url: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteTables:
-    """The keys and tables that a site has as its files have them."""
+    """The keys and tables that are the same in a site and in its files."""
 
     cache: str = key(
         "",
@@ -86,8 +86,8 @@ class SiteFile(SiteTables):
 class Site(SiteTables):
     """Settings of a site.
 
-    `files` are the files that were read; `said` maps each key that one of them sets, as `[table] key`, to that
-    file. `recipe_folders` may contain folders that do not exist.
+    `files` are the files that were read; `said` maps each key that they set, as `[table] key`, to its file.
+    `recipe_folders` may contain folders that do not exist.
     """
 
     name: str = "none"
@@ -167,7 +167,7 @@ def site_folders(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> list[Pa
 
 
 def named_sites(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> dict[str, Path]:
-    """Return the file of every site that has a name; of two with one name, the first folder's."""
+    """Return the file of every named site; of two sites with the same name, the first folder's."""
     found: dict[str, Path] = {}
     for folder in site_folders(env, etc=etc):
         for path in sorted(folder.glob("*.toml")):
@@ -200,7 +200,7 @@ def _path(value: str, file: Path, env: Mapping[str, str]) -> Path:
 
 
 def _expanded(value: str, env: Mapping[str, str]) -> Path:
-    """Return a path with the home folder for ~, and that of another user for ~NAME: shells expand neither in quotes."""
+    """Return a path with ~ and ~NAME replaced by home folders, because shells expand neither in quotes."""
     if value == "~" or value.startswith("~/"):
         return (home_folder(env) / value[2:]).absolute()
     return Path(os.path.expanduser(value))
