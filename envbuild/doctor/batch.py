@@ -1,4 +1,4 @@
-"""Checks of the batch system, and the rules that the tables of a site file must keep for it."""
+"""Checks of the batch system, and of the consistency of a site file's tables with it."""
 
 from __future__ import annotations
 
@@ -368,5 +368,5 @@ def missing(name: str, what: str, here: bool, hint: str) -> HostFinding:
 
 
 def elsewhere(name: str, why: str) -> HostFinding:
-    """Return the finding for a requirement that only other hosts of the site can judge."""
+    """Return the finding for a requirement that can be checked only on other hosts of the site."""
     return HostFinding(name, "info", f"cannot be judged here: {why}", "run this on a login node")

@@ -53,7 +53,7 @@ class Probe:
 
 
 def ask_all(probes: Sequence[Probe], environment: Environment) -> list[str | None]:
-    """Return for each probe None when it answers, else the reason without credentials."""
+    """Return None for each probe that answers, else the reason, without credentials."""
     answers: list[str | None] = [f"no answer in {_WAIT_S:g} s"] * len(probes)
 
     def one(number: int) -> None:
@@ -163,7 +163,7 @@ def _debian(environment: Environment) -> list[Probe]:
 def _judged(
     name: str, urls: Sequence[str], answers: Sequence[str | None], hint: str, *, lost: Status = "info", local: int = 0
 ) -> HostFinding:
-    """Return one finding for several URLs, of which one that answers is enough; `lost` is the status without one."""
+    """Return one finding for several URLs: one answer is enough; `lost` is the status if none answers."""
     shown = [redact(url) for url in urls]
     good = [url for url, answer in zip(shown, answers, strict=True) if answer is None]
     bad = [f"{url}: {answer}" for url, answer in zip(shown, answers, strict=True) if answer is not None]

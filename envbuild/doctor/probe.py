@@ -1,4 +1,4 @@
-"""Checks and probe programs: their input and results, and their execution, in which none that hangs blocks envbuild."""
+"""Checks and probe programs: their input, their results, and their execution with time limits."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class HostFinding:
 class Host:
     """Input of the checks: the host, with /proc, /sys and /etc below `root`.
 
-    `variables` are those of the caller. If site.toml or pip's configuration is unreadable, `problem` is the
-    reason, `hint` the advised change, and `environment` has defaults or is None.
+    `variables` are the caller's. If site.toml or pip's configuration is unreadable, `problem` is the reason, `hint` the
+    advised change, and `environment` has defaults or is None.
     """
 
     variables: Mapping[str, str]
@@ -73,7 +73,7 @@ class HostProbe:
 def run_checks(
     checks: Sequence[HostProbe], host: Host, deadline_s: float = _DEADLINE_S
 ) -> list[tuple[HostProbe, list[HostFinding]]]:
-    """Run the checks and return each with its findings. One that raises or is late gets a finding that says so."""
+    """Run the checks and return each with its findings. A check that raises or is late gets a finding about that."""
     found: list[list[HostFinding]] = [[] for _ in checks]
     ended: set[int] = set()
 
@@ -98,8 +98,8 @@ def run_checks(
 def run_parallel(jobs: Sequence[Callable[[], None]], deadline_s: float) -> None:
     """Run all of `jobs` in parallel; return when they are done, or after `deadline_s` seconds.
 
-    The threads are daemons: one that hangs in a system call must not prevent the process from exiting.
-    Exceptions of jobs are suppressed; a missing result shows the failure.
+    The threads are daemons: a thread that hangs in a system call must not prevent the process from exiting. Exceptions
+    of jobs are suppressed; a missing result shows the failure.
     """
     end = time.monotonic() + deadline_s
 
@@ -115,7 +115,7 @@ def run_parallel(jobs: Sequence[Callable[[], None]], deadline_s: float) -> None:
 
 
 def facts_of(results: Sequence[tuple[HostProbe, Sequence[HostFinding]]]) -> Mapping[str, HostFinding]:
-    """Return the findings by name; the first of several with one name."""
+    """Return the findings by name, the first of several with the same name."""
     found = [finding for _, findings in results for finding in findings]
     return {finding.name: finding for finding in reversed(found)}
 

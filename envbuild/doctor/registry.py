@@ -147,7 +147,7 @@ def _with_python(pythons: HostFinding) -> StepVerdict:
 
 
 def _is_lost(facts: Mapping[str, Any]) -> bool:
-    """Return whether a source was asked and did not answer, or the check of it did not end in time."""
+    """Return whether a probed source did not answer, or its check did not end in time."""
     return bool(facts.get("timeout") or (facts.get("asked") and not facts.get("reached")))
 
 

@@ -1,4 +1,4 @@
-"""Site files: a check of one on this host, and a first one from what this host shows."""
+"""Site files: a check of a site file on this host, and a first site file from the findings on this host."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_site(
 ) -> list[HostFinding]:
     """Check the site called `name` (None: the effective one) and return the findings.
 
-    They are mistakes in its files with positions, contradictions, and differences from this host. Raises
+    The findings are mistakes in its files with positions, contradictions, and differences from this host. Raises
     UsageError for an unknown name.
     """
     try:
@@ -289,7 +289,7 @@ def site_file(variables: Mapping[str, str]) -> str:
 
 
 def _said(key: str, value: object, why: str = "", *, off: bool = False) -> str:
-    """Return one line `key = value # why`; `off` comments it out."""
+    """Return the line `key = value # why`; `off` comments it out."""
     text = f"{'# ' if off else ''}{key} = {toml_value(value)}"
     plain = "".join(c if c.isprintable() else " " for c in why)
     return f"{text.ljust(_LINE)} # {plain}" if why else text

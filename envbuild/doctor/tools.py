@@ -67,7 +67,7 @@ def uv(host: Host) -> list[HostFinding]:
 
 
 def pythons(host: Host) -> list[HostFinding]:
-    """Report which Python a virtual environment of each version gets here, as its build chooses it."""
+    """Report the Python of a virtual environment on this host for each version, as its build would choose it."""
     if host.environment is None:
         return []
     facts = dict[str, dict[str, str]]()
