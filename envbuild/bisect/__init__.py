@@ -1,1 +1,1 @@
-"""`envbuild bisect`: the package, or packages, by which one of two locks gives a broken or slow environment."""
+"""`envbuild bisect`: the packages that make one of two locks give a broken or slow environment."""

@@ -1,10 +1,10 @@
 """Bisection of two locks of a recipe: mixed environments are built, judged by a metric, and removed again.
 
-A metric is the verification, the step time of a training, or a command of the user. The step time is compared with that
-of the bad lock. Both are measured in turn, so that a machine that becomes slower slows both. Each pair gives the
-logarithm of the ratio of their times. A sequential probability ratio test (Wald 1945) decides between two hypotheses:
-the ratio is 1, or it is the `gap`. The contribution of each pair is bounded, so that no outlier decides, and the spread
-is estimated from medians.
+A metric is the verification, the step time of a training, or a command of the user. The step time is compared with the
+bad lock's. Both are measured in turn, so that a machine that becomes slower slows both. Each pair gives the logarithm
+of the ratio of their times. A sequential probability ratio test (Wald 1945) decides between two hypotheses: the ratio
+is 1, or it is the `gap`. The contribution of each pair is bounded, so that no outlier decides, and the spread is
+estimated from medians.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def is_faster(ratios: Sequence[float], gap: float, spread: float) -> bool | None
 
 
 def known_gap(ratios: Sequence[float], spread: float) -> float:
-    """Return the gap that decided `ratios` show: the lower end of what their median may be."""
+    """Return the gap that decided `ratios` show: the lower confidence bound of their median."""
     return statistics.median(ratios) - 2 * math.sqrt(math.pi / 2 / len(ratios)) * spread
 
 
@@ -96,8 +96,8 @@ def known_gap(ratios: Sequence[float], spread: float) -> float:
 class Judge:
     """A judge of environments by `metric`, with at most `most` measurements of each.
 
-    `slow` is the environment of the bad lock, to which others are compared by their step time; it is the first that is
-    judged. `gap` is the log of the slow-down to look for.
+    `slow` is the environment of the bad lock, with which the step times of others are compared; it is judged first.
+    `gap` is the log of the slow-down to look for.
     """
 
     metric: str
@@ -159,7 +159,7 @@ class Judge:
         return state, {"exit": status, "output": told}
 
     def _compare(self, subject: Subject, settings: VerifySettings) -> tuple[MixState, dict[str, Any]]:
-        """Judge an environment by its step time and that of the bad lock, measured in turn; good is faster."""
+        """Judge an environment by its step time and the bad lock's, measured in turn; a faster environment is good."""
 
         def measured(one: Subject) -> float:
             return measure_step(one, settings, self.environment.variables, self.environment.site.fabric)
@@ -212,13 +212,13 @@ class Bisection:
 
     @property
     def most(self) -> int:
-        """The measurements of an environment, at most."""
+        """The maximum number of measurements of an environment."""
         return self.rounds or _ROUNDS.get(self.metric, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The result of one test: the packages that were those of the bad lock, the state, and the measurements."""
+    """The result of one test: the packages taken from the bad lock, the state, and the measurements."""
 
     moved: tuple[str, ...]
     state: MixState
@@ -244,7 +244,7 @@ class Bisected:
     packages: int
 
     def culprits(self) -> list[list[Difference]]:
-        """Return the packages that make an environment bad together; those of one list could not be told apart."""
+        """Return the packages that together make an environment bad; packages in one list could not be tested apart."""
         return [[one for index in sorted(mix) for one in self.groups[index].members] for mix in self.found.groups]
 
     def of(self, mix: Mix) -> Judgement | None:
@@ -295,7 +295,7 @@ def names_of(groups: Sequence[Group], mix: Mix) -> tuple[str, ...]:
 
 
 def bisect(wanted: Bisection, environment: Environment, log: Log) -> Bisected:
-    """Find the packages by which the environment of the bad lock is bad.
+    """Find the packages that make the environment of the bad lock bad.
 
     Raises UsageError for equal locks and for a command that cannot be run, BuildError if one of the locks cannot be
     built.
@@ -357,7 +357,7 @@ class _Lab:
         return bound(len(self.differing))
 
     def plan(self, lock: Lock) -> tuple[Plan, Trainer]:
-        """Return the plan of a venv of `lock`, whatever the recipe says now, and its trainer."""
+        """Return the plan of a venv from `lock`, even if it is not the recipe's lock, and its trainer."""
         return prepare(
             self.wanted.loaded,
             self.wanted.target,
@@ -397,7 +397,7 @@ class _Lab:
 
 
 def find_lock(place: Path, target: str) -> Path:
-    """Return the lock file that `place` is or, if it is a folder, holds for `target`. Raises UsageError."""
+    """Return the lock file `place` or, if it is a folder, the lock file for `target` in it. Raises UsageError."""
     from envbuild.lock.format import lock_file_name
 
     path = place / lock_file_name(target) if place.is_dir() else place

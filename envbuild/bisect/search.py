@@ -5,12 +5,12 @@ the new nvidia-nccl". Packages that imply each other move together. Groups are o
 that it implies: the first k groups, for every k, are an environment whose requirements are met.
 
 Search: binary search over that order. It ends with two environments, good and bad, that differ in one group. If that
-group is bad alone, it is the answer. If not, each further group that it takes is found by another binary search among
-the groups before it: the way of QuickXplain (Junker, AAAI 2004) and of dd for two halves that interfere (Zeller,
-ESEC/FSE 1999), where ddmin (Zeller and Hildebrandt, TSE 2002) needs a quadratic number of tests.
+group is bad alone, it is the answer. If not, each further required group is found by another binary search among the
+groups before it, as in QuickXplain (Junker, AAAI 2004) and in dd for two halves that interfere (Zeller, ESEC/FSE 1999);
+ddmin (Zeller and Hildebrandt, TSE 2002) needs a quadratic number of tests.
 
-A single group of n takes at most ceil(log2 n) + 2 tests, those of both locks included: the bad lock is tested first;
-the good one only if no mix was good, or early where the bound allows it. Each further group takes at most
+A single group of n takes at most ceil(log2 n) + 2 tests, including the tests of both locks: the bad lock is tested
+first; the good lock only if no mix was good, or early if the bound allows it. Each further group takes at most
 ceil(log2 n) + 1 more.
 """
 
@@ -34,7 +34,7 @@ Metadata = Mapping[tuple[str, str], Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A package that differs: what each lock has of it, None for nothing."""
+    """A package that differs: its entry in each lock, None if missing."""
 
     name: str
     good: LockedPackage | BuiltPackage | None
@@ -77,7 +77,7 @@ def _packages(lock: Lock) -> dict[str, LockedPackage | BuiltPackage]:
 
 
 def mixed(good: Lock, differing: Iterable[Difference], moved: Collection[str]) -> Lock:
-    """Return the lock `good` with the packages `moved` as the other lock has them."""
+    """Return the lock `good` with the packages `moved` taken from the other lock."""
     packages = _packages(good)
     for one in differing:
         if one.name in moved:
@@ -128,7 +128,7 @@ def _reached(name: str, implied: Mapping[str, Collection[str]]) -> set[str]:
 def _implications(
     differing: Sequence[Difference], metadata: Metadata, direct: Iterable[str], python: str
 ) -> dict[str, set[str]]:
-    """Return, for each package, those that must move if it moves."""
+    """Return, for each package, the packages that must move with it."""
     read = _Requirements(metadata, direct, python)
     by_name = {one.name: one for one in differing}
     found: dict[str, set[str]] = {name: set() for name in by_name}
@@ -151,7 +151,7 @@ def _meets(asked: Requirement, version: str) -> bool:
 
 
 class _Requirements:
-    """The requirements of packages that hold in an environment of `python`, with the extras that anybody asks for."""
+    """The requirements of packages in an environment of `python`, with all requested extras."""
 
     def __init__(self, metadata: Metadata, direct: Iterable[str], python: str) -> None:
         from packaging.markers import default_environment
@@ -181,7 +181,7 @@ class _Requirements:
             self._rows[key] = parsed(lines)
 
     def of(self, name: str, version: str) -> list[tuple[str, Requirement]]:
-        """Return the requirements of a package, by the normalised names of what they require."""
+        """Return the requirements of a package, by the normalised names of the required packages."""
         extras = self._extras.get(name, {""})
         return [
             (normalise(row.name), row)
@@ -204,11 +204,11 @@ Test = Callable[[Mix], MixState]
 
 @dataclass(frozen=True, slots=True)
 class Culprits:
-    """The result of a search; `reproduced` is false if the two locks do not differ by the metric, and `why` says it.
+    """The result of a search; `reproduced` is false, with the reason `why`, if the locks do not differ by the metric.
 
-    `groups` are the groups that make an environment bad together; each is a set of indices, of more than one where
-    those between could not be tested. `alone` is whether they alone do, None if that could not be tested. `good` and
-    `bad` are the mixes that show it.
+    `groups` together make an environment bad; each is a set of indices, with several if mixes between them could not be
+    tested. `alone` is whether no other group is needed, None if that could not be tested. `good` and `bad` are the
+    mixes that prove it.
     """
 
     reproduced: bool
@@ -234,14 +234,14 @@ class _Tests:
         return self.known[mix]
 
     def closed(self, groups: Iterable[int]) -> Mix:
-        """Return `groups` and those that they need."""
+        """Return `groups` with the groups that they need."""
         chosen = frozenset(groups)
         return chosen.union(*(self.needs[one] for one in chosen))
 
     def first_bad(self, order: Sequence[int], with_: Mix = frozenset()) -> tuple[int, int]:
-        """Return (low, high): the first `low` of `order` with `with_` are good, the first `high` bad.
+        """Return (low, high): with `with_`, the first `low` groups of `order` are good, the first `high` groups bad.
 
-        They differ by one unless all between are untestable. Zero is good, and all of `order` bad.
+        They differ by one unless all numbers between are untestable. Zero groups are assumed good, all of `order` bad.
         """
         low, high = 0, len(order)
         while high - low > 1:
@@ -259,8 +259,8 @@ class _Tests:
 def search(needs: Sequence[Iterable[int]], packages: int, test: Test) -> Culprits:
     """Find the groups that make an environment bad; `needs[i]` are the groups that group i requires.
 
-    `packages` is the number n of the bound: that of the packages that differ, at least that of the groups. `test`
-    gets the groups that are those of the bad lock.
+    `packages`, the number of differing packages, is n in the bound, and at least the number of groups. `test` gets the
+    groups that are taken from the bad lock.
     """
     tests, count = _Tests(test, needs), len(needs)
     everything, nothing = tests.closed(range(count)), Mix()
