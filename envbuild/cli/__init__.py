@@ -65,8 +65,8 @@ def _reported() -> int:
 def _leave(codes: list[int]) -> None:
     """Exit with the code in `codes`, if any, after all other exit handlers have run, without Python's own end.
 
-    That would free large trees object by object. And if a Ctrl-C arrives in code that Python compiled from text (that
-    of a dataclass or a named tuple, during an import), Python kills itself with SIGINT at its end although the
+    Python's own end would free large trees object by object. And if a Ctrl-C arrives in code that Python compiled from
+    text (of a dataclass or a named tuple, during an import), Python kills itself with SIGINT at its end although the
     exception was handled (CPython, run_eval_code_obj in pythonrun.c).
     """
     if not codes:

@@ -180,7 +180,7 @@ def cli() -> None:
 def run() -> int:
     """Run the command of `sys.argv` and return its exit code; print each expected error as one message.
 
-    Other exceptions are faults of envbuild, and left to the caller.
+    Other exceptions are faults of envbuild, and are left to the caller.
     """
     try:
         # Commands return None; click returns the code of an Exit that they raise.

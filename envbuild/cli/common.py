@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class _Named(click.Path):
-    """A path with a name, beside which a receipt can lie: "." and ".." are the folders that they stand for."""
+    """A path with a name, so that a receipt can lie beside it: "." and ".." are replaced by the folders' own paths."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path: Any = super().convert(value, param, ctx)
@@ -173,7 +173,7 @@ class BuildOptions:
 
     @property
     def asked(self) -> Thoroughness:
-        """What the verification must show at least."""
+        """The required thoroughness of the verification."""
         from envbuild.verify.model import Thoroughness
 
         return Thoroughness(quick=self.verify == "quick", faults=self.faults)
@@ -213,7 +213,7 @@ def run_environment() -> Environment:
 
 
 def attested_images(site: Site) -> Callable[[str, str], Path | None] | None:
-    """Return what takes the attested receipt of an image out of its registry or file; None without signers."""
+    """Return a function that fetches an image's attested receipt from its registry or file; None without signers."""
     if not site.trust.restricts:
         return None
 
@@ -240,7 +240,7 @@ def attested_images(site: Site) -> Callable[[str, str], Path | None] | None:
 
 
 def open_recipe(name: str | None, environment: Environment) -> LoadedRecipe:
-    """Return the recipe with the name or path `name`, None for the default one."""
+    """Return the recipe with the name or path `name`; without a name, the default recipe."""
     folders = search_folders(environment.site.recipe_folders)
     loaded = load_recipe(default_recipe() if name is None else find_recipe(name, folders))
     use_recipe(loaded, environment)
@@ -248,7 +248,7 @@ def open_recipe(name: str | None, environment: Environment) -> LoadedRecipe:
 
 
 def open_own_recipe(name: str | None, environment: Environment) -> LoadedRecipe:
-    """Return the recipe as `open_recipe`, to be edited. Raises UsageError for one that comes with envbuild."""
+    """Return the recipe as `open_recipe`, to be edited. Raises UsageError for a recipe that comes with envbuild."""
     loaded = open_recipe(name, environment)
     check_own(loaded)
     return loaded
@@ -260,7 +260,7 @@ def use_recipe(loaded: LoadedRecipe, environment: Environment) -> None:
 
 
 def open_target(loaded: LoadedRecipe, name: str | None, environment: Environment) -> Target:
-    """Return the target of `loaded` with the name `name`, None for the one that suits this host."""
+    """Return the target of `loaded` with the name `name`; without a name, the target that suits this host."""
     return choose_target(loaded, name, search_folders(environment.site.recipe_folders))
 
 

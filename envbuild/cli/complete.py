@@ -75,7 +75,7 @@ def sites(context: click.Context, parameter: click.Parameter, text: str) -> list
 
 
 def artifacts(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
-    """Return the environments and image files below ./build, and image files here; if none fits, files for a path."""
+    """Return environments and images below ./build, and image files in this folder; if none fits, files for a path."""
     return _artifacts(text, ("folder", "file"))
 
 
@@ -109,7 +109,7 @@ def any_files(context: click.Context, parameter: click.Parameter, text: str) -> 
 
 
 def answer() -> int:
-    """Print what may stand at the cursor, as the shell's script reads it; nothing after an error. Return 0.
+    """Print the completions at the cursor in the form that the shell's script reads; nothing after an error. Return 0.
 
     A line is a type of click's, a value and its help, with tabs between. `file` and `dir` ask the shell for its own
     files, of the suffixes in the value if there are any.

@@ -159,7 +159,7 @@ def conda_command(recipe: str | None, sources: Sequence[Path], name: str | None,
 
 
 def _open(recipe: str | None, sources: Sequence[Path], options: BuildOptions) -> tuple[Environment, LoadedRecipe]:
-    """Return the environment of this process and the recipe; of `sources`, it is written, unless in a dry run."""
+    """Return the environment of this process and the recipe; write the recipe from `sources`, unless in a dry run."""
     environment = run_environment()
     if not sources:
         return environment, open_recipe(recipe, environment)

@@ -84,7 +84,7 @@ def history_command(
 
 
 def _receipts(place: Path, recipe: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the receipts of `recipe` at `place`. Raises UsageError for a file that is none, OSError."""
+    """Yield the receipts of `recipe` at `place`. Raises UsageError for a file that is no receipt, OSError."""
     if receipt_path(place).is_file():
         place = receipt_path(place)
     for path in sorted(place.rglob("*.receipt.json")) if place.is_dir() else [place]:
@@ -97,7 +97,7 @@ def _receipts(place: Path, recipe: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _series(recipe: str, row: Mapping[str, Any]) -> str:
-    """Return the title of the series of `row`: all that must be equal for a comparison."""
+    """Return the title of the series of `row`: the facts that must be equal for a comparison."""
     host, shape = row["host"], row["settings"]
     machine = [str(host.get("name", "unknown host")), f"{host.get('cpus', '?')} processors"]
     machine += [str(one) for one in (host.get("processor"), row["performance"].get("gpu")) if one]

@@ -106,7 +106,7 @@ def init_command(
 
 
 def report_import(made: ImportedRecipe) -> Iterator[str]:
-    """Yield what an import did, a line each: the statements that were carried and those that were not, the changes."""
+    """Yield the result of an import as lines: imported statements, statements without an equivalent, changes."""
     draft = made.draft
     count = f"{len(draft.carried)} statement{'s' * (len(draft.carried) != 1)}"
     yield f"carried: {count} into {', '.join(draft.data['targets'])}"
