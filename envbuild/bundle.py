@@ -1,4 +1,4 @@
-"""An offline bundle: one folder with everything that builds of one recipe for one target read.
+"""An offline bundle: one folder with all inputs of builds of one recipe for one target.
 
 A bundle can be copied to a shared file system. Its layout:
 
@@ -117,7 +117,7 @@ def read_bundle(path: Path) -> dict[str, Any] | None:
 
 
 def attest_bundle(path: Path, about: Mapping[str, Any], sign: Callable[[bytes], bytes], workers: int) -> str:
-    """Write the manifest of the bundle at `path`, which says `about` itself, and its attestation; return its digest."""
+    """Write the manifest of the bundle at `path`, described by `about`, and its attestation; return its digest."""
     from envbuild.trust.bundle import statement
 
     manifest, text, _ = list_tree(path, workers, without=ATTESTATION)
@@ -129,10 +129,10 @@ def attest_bundle(path: Path, about: Mapping[str, Any], sign: Callable[[bytes], 
 
 
 def judge_bundle(path: Path, trust: TrustTable, workers: int, recipe: str = "") -> tuple[str, str]:
-    """Return the digest of the bundle at `path`, and the file of the key of the site that has attested it.
+    """Return the digest of the bundle at `path`, and the file of the site's key that attested it.
 
-    Reads every file. Raises VerificationError when none has, when a file was changed, added or removed, and when it is
-    not of `recipe` ("" for any).
+    Reads every file. Raises VerificationError for a bundle without an attestation by a key of the site, for a changed,
+    added or missing file, and for a bundle of another recipe than `recipe` ("" for any).
     """
     from envbuild.trust.policy import Signers, check_recipe, signed
 

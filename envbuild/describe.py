@@ -64,7 +64,7 @@ def describe(about: Description, contents: Inventory | None, *, exact: bool = Fa
 
 
 def receipt_of(about: Description, *, exact: bool = False) -> dict[str, Any] | None:
-    """Return the receipt of an artifact, None if there is none; `matches` says whether it is for this very artifact.
+    """Return the receipt of an artifact, None without one; `matches` is whether it is for exactly this artifact.
 
     With `exact`, all files of an environment are read again to find those that changed since it was verified. Raises
     OSError for a file that cannot be read.
@@ -100,11 +100,10 @@ def receipt_of(about: Description, *, exact: bool = False) -> dict[str, Any] | N
 
 
 def changed_files(path: Path, kind: Artifact, manifest: str, *, exact: bool = False) -> list[str]:
-    """Return the files of the artifact at `path` that are not those of its manifest, whose sha256 is `manifest`.
+    """Return the files of the artifact at `path` that differ from its manifest, whose sha256 is `manifest`.
 
-    "" stands for the manifest inside of the artifact. With `exact`, files are read again whose stat has not changed
-    since they were last compared. The digest of an image covers all of it, so none of its files is named. Raises
-    BuildError for a damaged manifest.
+    "" stands for the manifest inside of the artifact. With `exact`, files with an unchanged stat are read again, too.
+    The digest of an image covers all of it, so none of its files is named. Raises BuildError for a damaged manifest.
     """
     built = read_folder(path) if isinstance(kind, FolderArtifact) else None
     if built is None:

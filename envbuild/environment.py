@@ -1,4 +1,4 @@
-"""The environment in which envbuild runs: all that resolving, fetching and building need of it, in one value."""
+"""The environment in which envbuild runs, as one value for resolving, fetching and building."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Environment:
         return url
 
     def probe(self, index: str) -> str | None:
-        """Return None when the package index answers, else the reason why it does not, with credentials masked."""
+        """Return None when the package index answers, else the reason of the failure, with credentials masked."""
         from envbuild.store.sources import probe_index
 
         return probe_index(index, self.pip, self.variables)

@@ -122,7 +122,7 @@ def parse_bind(text: str) -> Bind:
 
 
 def inherited(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return those of the caller's `variables` that programs in the image get without any option."""
+    """Return the caller's `variables` that programs in the image get without any option."""
     return {
         name: value
         for name, value in process.of_caller(variables).items()

@@ -42,9 +42,9 @@ class Variable:
 class FabricAdapter:
     """The network adapters of a fabric, as Linux shows them.
 
-    `called` are their names in messages, `sysfs` is their class below /sys/class, `driver` the driver that
-    distinguishes them from other adapters of that class, `mounted` the folder that a container needs, `devices` a glob
-    of files for preflight, `resource` the Kubernetes resource that provides them.
+    `called` are their names in messages, `sysfs` their class below /sys/class, `driver` the driver that distinguishes
+    them from other adapters of that class, `mounted` the folder that a container needs, `devices` a glob of files for
+    preflight, `resource` the Kubernetes resource that provides them.
     """
 
     called: tuple[str, ...]
@@ -183,8 +183,8 @@ def plugin_variables(
 ) -> dict[str, str]:
     """Return the variables by which NCCL finds its plugin, and the plugin the host's libfabric.
 
-    `root` is the folder of the environment, `nccl` the version of NCCL or RCCL ("" if unknown), `path` the value
-    that LD_LIBRARY_PATH has otherwise, `net_plugin` the prefix of the plugin's file that the library opens.
+    `root` is the folder of the environment, `nccl` the version of NCCL or RCCL ("" if unknown), `path` the other value
+    of LD_LIBRARY_PATH, `net_plugin` the prefix of the plugin's file that the library opens.
 
     Since 2.21, NCCL_NET_PLUGIN may be a path for dlopen (up to 254 characters since 2.26); before, it is only the
     suffix of a name that is searched along LD_LIBRARY_PATH. Source: NVIDIA/nccl, src/net.cc of v2.18.5-1 and

@@ -338,9 +338,9 @@ def is_optional(path: str) -> bool:
 
 
 def gpu_faults(libraries: Mapping[str, Containers], words: Iterable[str], *, optional: bool = False) -> list[str]:
-    """Return a sentence for each of `libraries` (by path) that does not run on one of the GPUs that `words` name.
+    """Return a sentence for each of `libraries` (by path) that does not run on one of the GPUs in `words`.
 
-    They are those that everything needs, or with `optional` the others.
+    Only required libraries are judged, or with `optional` only optional ones (see `is_optional`).
     """
     return [
         f"{path} has no code for {chip.name}{f' ({word})' if word != chip.name else ''}: it {_has(containers, chip)}"

@@ -1,4 +1,4 @@
-"""A Python that runs on this host, by its own answers."""
+"""A Python interpreter that runs on this host, and the facts that it reports about itself."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def compiling_environment(home: str = "") -> dict[str, str]:
 def ask_program(
     command: Sequence[str], variables: Mapping[str, str], patience_s: float | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program that answers a question, in any thread. Raises HostError when it does not start, or is too slow."""
+    """Run a program that prints information, in any thread. Raises HostError when it does not start, or is too slow."""
     try:
         return subprocess.run(
             command,

@@ -50,13 +50,13 @@ def open_artifact(
 ) -> JobInputs:
     """Return the artifact that `named` refers to; with `quick`, a receipt of --verify quick is enough.
 
-    `named` is a folder, a .sqsh or .sif file, NAME@sha256:… in a registry, or a recipe, None for the default one. Of a
-    recipe, this is what `find_built` finds, with `locked` only one with the packages that the recipe locks now. With
-    `exact`, all of its files are read again and compared. `fetch` finds the receipt of an image that was attested
-    elsewhere, in its registry or its file.
+    `named` is a folder, a .sqsh or .sif file, NAME@sha256:… in a registry, or a recipe, None for the default recipe.
+    For a recipe, `find_built` finds the artifact; with `locked`, it must have the packages of the recipe's current
+    lock. With `exact`, all of its files are read again and compared. `fetch` finds the receipt of an image that was
+    attested elsewhere, in its registry or its file.
 
-    Raises UsageError when there is none, VerificationError when no such passing receipt exists, unless `unverified`,
-    and LockError.
+    Raises UsageError without an artifact, VerificationError without a passing receipt, unless `unverified`, and
+    LockError.
     """
     opened = _opened(named, kinds, target, shared, unverified, exact, fetch, prefer, locked, site_folders)
     if not quick and not unverified and opened.receipt is not None and is_quick(opened.receipt):
@@ -176,7 +176,7 @@ def _image(
 ) -> JobInputs:
     """Return an image in a registry, by its digest.
 
-    Its receipt is searched in the folders in which builds write it, and, if it is not attested there, by `fetch`.
+    Its receipt is searched in the folders to which builds write it, and, if it is not attested there, by `fetch`.
     """
     from envbuild.image.reference import parse_reference
 
@@ -282,7 +282,7 @@ def check_trust(opened: JobInputs, trust: TrustTable) -> None:
 def check_gpus(opened: JobInputs, site: Site) -> None:
     """Raise VerificationError for an artifact without code for the GPUs of the site.
 
-    What its libraries have is in its receipt; without a passing one, the files of a local artifact are read.
+    The receipt lists the code of its libraries; without a passing receipt, the files of a local artifact are read.
     """
     artifact, words = opened.artifact, site.node.gpu_types
     if not words or not artifact.accelerator.gpu:

@@ -78,7 +78,7 @@ def check_locks(work: Iterable[tuple[LoadedRecipe, Target]], parts: Collection[s
 def changed_locks(before: LoadedRecipe, after: LoadedRecipe) -> list[LockKind[Any]]:
     """Return the locks of `after` that an edit of the recipe `before` made stale.
 
-    These are the ones that exist; if none does, all.
+    Returns the stale locks that exist; if none exists, all locks.
     """
     found = []
     for name in after.recipe.targets:

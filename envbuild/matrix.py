@@ -250,10 +250,10 @@ def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def changed_recipes(recipes: Iterable[SelectedRecipe], top: Path, changed: Iterable[str]) -> list[SelectedRecipe]:
-    """Return those of `recipes` that the files `changed` affect; they are relative to `top`, the top of a checkout.
+    """Return the `recipes` that the `changed` files affect; paths are relative to `top`, the top of a checkout.
 
-    A recipe is affected by files in its folder, the script of its [verify], and what [project] takes; one that is not
-    in the checkout only by files that affect every recipe.
+    A recipe is affected by files in its folder, the script of its [verify], and the files of its [project]; a recipe
+    outside of the checkout only by files that affect every recipe.
     """
     files = [PurePosixPath(path) for path in changed]
     if any(fnmatchcase(path.parts[0], pattern) for path in files for pattern in _DECIDE_ALL):

@@ -1,8 +1,8 @@
-"""The Python that something is built with: one of this host, one in the store, or one that uv downloads into the store.
+"""The Python of a build: one of this host, one in the store, or one that uv downloads into the store.
 
-`choose_python` decides for every build, and for all that tells beforehand what a build will do. Downloaded Pythons are
-uv's (python-build-standalone). They are in `interpreters/` of the store, each beside a list of the environments that
-link to it.
+`choose_python` decides for every build, and for every command that predicts a build. Downloaded Pythons are uv's
+(python-build-standalone). They are in `interpreters/` of the store, each beside a list of the environments that link to
+it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _NotOffered(HostError):
 class OfferedPython:
     """A Python that this host lacks and that uv can download: its version, uv's name of it, and its address.
 
-    `mirror` is the address that uv is given in place of its own, "" for none.
+    `mirror` is the address that uv gets in place of its own, "" for none.
     """
 
     version: str
@@ -146,7 +146,7 @@ def keep_python(build: str, path: Path, store: Store) -> None:
 
 
 def _variables(environment: Environment) -> dict[str, str]:
-    """Return the environment for a question to uv, which makes no store."""
+    """Return the environment of uv for queries; it does not create the store."""
     root = environment.store.root
     if root.exists():
         return environment.uv_environment()
@@ -197,7 +197,7 @@ def _in_store(wanted: str, store: Store) -> HostPython | None:
 
 
 def _stored(wanted: str, store: Store) -> Iterator[HostPython]:
-    """Yield the Pythons of the store whose version is `wanted` or begins so, the newest first."""
+    """Yield the Pythons of the store whose version is, or begins with, `wanted`, the newest first."""
     found = []
     for path in (store.root / FOLDER).glob(f"cpython-*-{platform.machine()}-*"):
         version = path.name.split("-")[1]
@@ -218,7 +218,7 @@ def _home(python: HostPython, store: Store) -> Path:
 
 
 def _offer(wanted: str, environment: Environment, offline: bool) -> OfferedPython:
-    """Return the Python that uv downloads for `wanted`. Raises _NotOffered if none is allowed, known or reached."""
+    """Return the Python that uv downloads for `wanted`. Raises _NotOffered if none is allowed, known or reachable."""
     other = f"install Python {wanted} (a package of the distribution, a module), or name one with --python PATH"
     if not _VERSION.fullmatch(wanted):
         raise _NotOffered("uv can download a version alone", "name a version (3.11), or the path of a Python")
@@ -278,7 +278,7 @@ def _addresses(offered: OfferedPython, environment: Environment) -> list[Offered
 
 
 def _unreached(tries: Sequence[OfferedPython], environment: Environment, offline: bool) -> list[str | None]:
-    """Return for each of `tries` why its archive cannot be had, None if it can; all servers are asked at once."""
+    """Return for each of `tries` why its archive is not available, None if it is; all servers are asked in parallel."""
     said: list[str | None] = []
     threads = []
     pip = replace(environment.pip, retries=0, timeout_s=_PATIENCE_S - 1)

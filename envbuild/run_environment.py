@@ -30,11 +30,11 @@ def load_environment(variables: Mapping[str, str] | None = None) -> Environment:
 def with_tmpdir(environment: Environment, *, offline: bool = True) -> Iterator[Environment]:
     """Yield `environment` with a new TMPDIR for the children of this run; remove it, and those of killed runs.
 
-    The run is registered in the store, from which nothing that it uses is removed meanwhile. Without `offline`, the
+    The run is registered in the store, so that the files that it uses are not removed meanwhile. Without `offline`, the
     store has the site's cache, whose transfers end with the run.
 
-    It is in the system's temporary folder: the store may be on a network file system. Its path is short, because
-    programs put sockets into it, whose paths have at most 107 bytes (unix(7)). Raises HostError.
+    TMPDIR is in the system's temporary folder, because the store may be on a network file system. Its path is short,
+    because programs create sockets in it, whose paths have at most 107 bytes (unix(7)). Raises HostError.
     """
     store, site = environment.store, environment.site
     store.clean_working()

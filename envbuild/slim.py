@@ -14,7 +14,7 @@ _NUMBER = re.compile(r"(?:sm|compute)_(\d+)([af]?)")
 
 
 def file_rules() -> tuple[str, ...]:
-    """Return the names that `files` of [slim] may have."""
+    """Return the valid values of `files` in [slim]."""
     return tuple(load_table("slim")["files"])
 
 
@@ -22,7 +22,7 @@ def file_rules() -> tuple[str, ...]:
 class SlimRules:
     """Parts removed from a target's wheels: code for GPUs other than `chips` (none: all stays), debug sections, files.
 
-    `version` is that of the rules.
+    `version` is the version of the rules.
     """
 
     version: int
@@ -60,10 +60,11 @@ def slim_rules(*, gpus: bool, debug: bool, files: Iterable[str], words: Iterable
 
 
 def unused(codes: Collection[str], chips: Iterable[Chip]) -> set[str]:
-    """Return those of a container's `codes` that the driver selects on none of `chips`.
+    """Return the `codes` of a container that the driver selects on none of `chips`.
 
-    It selects code of the chip's own major version with the highest minor one, else PTX of the highest one that the
-    chip has; the rest is never read. Code for one architecture or family (sm_90a, sm_100f) that runs stays in any case.
+    It selects code of the chip's own major version with the highest minor version, else PTX of the highest version that
+    the chip supports; the rest is never read. Code for one architecture or family (sm_90a, sm_100f) that runs is always
+    kept.
     """
     kept: set[str] = set()
     for chip in chips:
