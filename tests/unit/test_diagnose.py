@@ -387,9 +387,23 @@ _QUOTED = "[rank0]: Last error:"
         ),
         (["host=n1 was not reachable via ssh. If you are running with a single node please remove n1"], "ssh-refused"),
         (
-            ["srun: fatal: SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are mutually exclusive."],
-            "step-refused",
+            ["salloc: error: --ntasks-per-tres and --ntasks-per-gpu are mutually exclusive"],
+            "step-options",
         ),
+        (
+            [
+                'FATAL:   container creation failed: exec: "/opt/nvidia-container-cli": stat /opt/nvidia-container-cli: no'
+            ],
+            "container-gpus",
+        ),
+        (
+            [
+                "sbatch: error: Your project may not use the partition belt without a wheel",
+                "sbatch: error: Batch job submission failed: Unspecified error",
+            ],
+            "submission-refused",
+        ),
+        (["Reason=gres/gpu count reported lower than configured (2 < 8) [slurm@2026-01-02T03:04:05]"], "slurm-node"),
         (["=>> PBS: job killed: mem 1048576kb exceeded limit 1024kb"], "slurm-memory"),
         (["TERM_RUNLIMIT: job killed after reaching LSF run time limit."], "time-limit"),
         (["RuntimeError: can't start new thread"], "process-limit"),
@@ -450,6 +464,7 @@ _QUOTED = "[rank0]: Last error:"
         (["terminate called after throwing an instance of 'std::bad_alloc'"], "cpu-memory"),
         (["found NaN in local forward loss calculation"], "loss-nan"),
         (["Fatal error in PMPI_Init_thread: Other MPI error, error stack:"], "mpi-init"),
+        (["Fatal error in internal_Init: Other MPI error, error stack:"], "mpi-init"),
         (
             [
                 "401 Client Error: Unauthorized for url: https://huggingface.co/meta-llama/Llama-2-7b/resolve/main/config.json"
@@ -1980,6 +1995,50 @@ def exception(*lines: str) -> list[str]:
     return [one.text for one in diagnose([("log", lines)], load_rules()).exception]
 
 
+def test_a_claim_says_no_more_than_the_line() -> None:
+    """What a line leaves open is no claim: whose port, which memory, which file, which daemon."""
+    site = "sbatch: error: Your project may not use the partition belt without a wheel"
+    unspecified = "sbatch: error: Batch job submission failed: Unspecified error"
+    for lines, end in [([site, unspecified], "without a wheel"), ([unspecified], "did")]:
+        assert diagnose([("log", lines)], load_rules()).findings[0].cause.endswith(end)
+    refused = "sbatch: error: Batch job submission failed: Invalid Trackable RESource (TRES) specification"
+    assert told(refused) == ["submission-refused"]
+    assert told("NCCL WARN Call to ibv_reg_mr_iova2 failed with error Invalid argument errno 22") == ["memory-register"]
+    assert (
+        "process of this job"
+        in diagnose([("log", ["RuntimeError: Address already in use"])], load_rules()).findings[0].cause
+    )
+    sent = ["    return _unpickler(io.BytesIO(buf)).load()", "EOFError: Ran out of input"]
+    assert told(*sent) == ["object-of-rank"]
+    keys = 'Missing key(s) in state_dict: "net.module.belt", "net.module.wheel".'
+    assert "wrapper" in diagnose([("log", [keys])], load_rules()).findings[0].cause
+    tool = 'exec: "/usr/bin/nvidia-container-cli": stat /usr/bin/nvidia-container-cli: no such file or directory'
+    assert "step-program" not in told(tool)
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (
+            ["MPID_nem_init(3)......: channel initialization failed", "MPID_nem_x_init(9): no device x0"],
+            "no device x0",
+        ),
+        (
+            [
+                "internal_Init(7).......: MPI_Init(argc=0) failed",
+                "MPIR_y_init(8).........: ",
+                "y_get(5).......: y is shut",
+            ],
+            "y is shut",
+        ),
+    ],
+)
+def test_the_innermost_frame_of_mpich_tells_why_it_does_not_start(lines: list[str], reason: str) -> None:
+    found = diagnose([("log", ["Fatal error in internal_Init: Other MPI error, error stack:", *lines])], load_rules())
+    assert found.findings[0].id == "mpi-init"
+    assert found.findings[0].cause.endswith(f": {reason}")
+
+
 def test_what_slurm_ends_after_a_failure_was_not_cancelled_by_somebody() -> None:
     assert "cancelled" not in told(*_TRACEBACK, *_TORCHRUN, *_KILLED)
     assert told("*** STEP 1.0 ON n1 CANCELLED AT 2025-07-12T10:02:21 DUE TO TASK FAILURE ***") == ["rank-failed"]
@@ -2184,6 +2243,22 @@ def test_an_exception_is_found_in_tracebacks_of_other_forms(prefix: str, lines: 
         (["cannot open a.png", _TRACEBACK[0], *_FRAMES], ["raise E"]),
         ([_TRACEBACK[0], *_FRAMES, "socket.timeout: of a server"], ["socket.timeout: of a server"]),
         (["3 uploads failed", "an upload crashed"], ["an upload crashed"]),
+        (
+            ["belts.errors.BeltException: ", "        You asked for 4 belts", "        and have 1", "more"],
+            ["belts.errors.BeltException:", "You asked for 4 belts", "and have 1"],
+        ),
+        (
+            ["(w) [gloo/transport/uv/libuv.h:596] uv_listen: bad file", "RuntimeError: later"],
+            ["(w) [gloo/transport/uv/libuv.h:596] uv_listen: bad file"],
+        ),
+        (
+            ["the belt is not found", "[c10d] The server socket cannot be used on [::]:1 (errno: 97 - No family)."],
+            ["the belt is not found"],
+        ),
+        (
+            ["the belt is not found", "('local_rank %s FAILED with no error file. Decorate your entrypoint', 0)"],
+            ["the belt is not found"],
+        ),
     ],
 )
 def test_what_the_program_says_is_whole_and_its_first_failure(lines: list[str], shown: list[str]) -> None:

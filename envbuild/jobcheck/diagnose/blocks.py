@@ -12,6 +12,7 @@ read as one line of text.
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -31,6 +32,8 @@ _MARKS = re.compile(r"[\s^~]*$")
 _EXCEPTION = re.compile(
     r"(?P<module>(?:\w+\.)*)(?P<name>[A-Z]\w*|(?<=\.)(?:error|timeout|gaierror))(?:\(\w+\))?(?:: |:?\s*$)"
 )
+# Characters of the path of an exception's class, which is no part of the line's prefix.
+_OF_PATHS = string.ascii_letters + string.digits + "_."
 _USUAL = ("Error", "Exception", "Warning", "Expired", "Timeout", "Failure", "Interrupt", "Exit", "Iteration")
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3|^<frozen ")
 _LAUNCHER = re.compile(r"/torch/distributed/(?:run|launch|launcher/api)\.py$|/bin/torchrun$")
@@ -62,7 +65,9 @@ NAMED_EXCEPTION = re.compile(
     r"\b(?<!raise )[A-Z]\w{0,80}(?:Error|Exception|NotFound|Refused|Expired|Failure)\b(?::(?: \S|\s*$)|\([\"'])"
 )
 WARNING = re.compile(r"\b[A-Z]\w{0,80}Warning: ")
-_ABORTED = re.compile(r"\bwhat\(\): +\S|: Assertion [`'\"].{1,300}['\"`] failed|panicked at ")
+_ABORTED = re.compile(
+    r"\bwhat\(\): +\S|libuv\.h:\d{1,6}\] uv_\w+: |: Assertion [`'\"].{1,300}['\"`] failed|panicked at "
+)
 _OF_COMPILERS = re.compile(
     r"(?::\d{1,6}|\(\d{1,6}\)): (?:fatal )?error: |\b(?:nvcc|ptxas) fatal|: undefined reference to |: cannot find -l"
     r"|^CMake Error"
@@ -71,7 +76,7 @@ _ERROR_LINE = re.compile(
     r"\b(?:FATAL|[Ff]atal|[Ee]rror|ERROR|panic)(?:\]?: ?|  ?: |  +\[|\]? (?=[A-Z]))\S|NCCL WARN \S|^Memory access fault"
 )
 _REFUSAL = re.compile(
-    r"^(?!.*(?:[Ww]arn|WARN)).*\b(?:[Uu]nable to|[Cc]annot|[Cc]ould not|[Cc]ouldn't|[Cc]an't|[Ff]ailed to"
+    r"^(?!.*(?:[Ww]arn|WARN|errno: 97 )).*\b(?:[Uu]nable to|[Cc]annot|[Cc]ould not|[Cc]ouldn't|[Cc]an't|[Ff]ailed to"
     r"|exiting\b(?! without)|[Aa]borting|must (?:be|not)|not (?:found|supported|permitted)"
     r"|has no attribute '|but current state is|[Dd]enied|[Rr]efused|No such"
     r"|[Uu]nreachable|[Tt]imed out|[Aa]borted(?! \(core))"
@@ -83,7 +88,7 @@ _MENTION = re.compile(
 _OF_LAUNCHERS = re.compile(
     r"ChildFailedError|^\S+ FAILED$|failed \(exitcode|srun: error: |CANCELLED AT|\berror_file: |: ?None$"
     r"|\bframe #\d|MPI_ABORT was invoked|Failed to invoke spank plugin stack|Job step aborted|Unable to register cu\w+"
-    r"|Exception ignored in|non-zero exit code\. Per user-direction"
+    r"|Exception ignored in|non-zero exit code\. Per user-direction|FAILED with no error file"
 )
 # Each line that decides contains one of these.
 SIGNS = (
@@ -91,7 +96,7 @@ SIGNS = (
     *("undefined reference to ", "cannot find -l", "exiting", "borting", "borted", "not found", "not supported"),
     *("must be", "must not", "nable to", "cannot ", "Cannot ", "ould not", "ouldn't", "can't ", "Can't ", "imed out"),
     *("NCCL WARN", "Memory access fault", "not permitted", "denied", "Denied", "efused", "No such", "nreachable"),
-    *("current state is", "has no attribute '", BOXED, "FAILED", "failed", "Failed", "crashed", "Crashed"),
+    *("current state is", "has no attribute '", BOXED, "FAILED", "failed", "Failed", "crashed", "Crashed", "libuv.h"),
 )
 RULE = "-" * 74
 # Longer ones are no message, but lines between two tables.
@@ -313,7 +318,7 @@ class Exceptions:
             if match := regex.search(plain):
                 relay = weight == Weight.NAMED and _RELAYS.search(plain[match.start() :])
                 words = Words(Weight.RELAY if relay else weight, (line,), order, set(marks), at=match.end())
-                prefix = plain[: match.start()] if weight == Weight.NAMED else ""
+                prefix = plain[: match.start()].rstrip(_OF_PATHS) if weight == Weight.NAMED else ""
                 self._propose(words, prefix, plain)
                 return
 
