@@ -166,7 +166,7 @@ class Scanner:
 
     tomllib does not report the positions of values, and no TOML package on PyPI does. The text is known to be
     valid, so only tokens and nesting need to be recognized. `headers` are the offsets of the tables' headers; `ends`
-    has the end of the value of each key, and that of the last value, else the header, of each table.
+    maps each key to the end of its value, and each table to the end of its last value, else of its header.
     """
 
     def __init__(self, text: str) -> None:

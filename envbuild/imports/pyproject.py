@@ -70,7 +70,7 @@ _POETRY, _CONDA_LOCK = ("tool", "poetry"), ("tool", "conda-lock")
 
 
 def builds_package(path: Path) -> bool:
-    """Return whether a pyproject.toml has a build system and does not declare that the project is no package."""
+    """Return whether a pyproject.toml has a build system and no setting that excludes packaging."""
     data = read(path, UsageError).data
     is_package = value_at(data, "tool", "uv", "package") is not False
     is_package = is_package and value_at(data, *_POETRY, "package-mode") is not False

@@ -1,7 +1,7 @@
 """Known faults of a lock: a torch for another accelerator than the target's, and stacks that are known not to work.
 
 The most reported failure of PyTorch locks is a target that resolves to a build for another accelerator. Module
-compat/judge.py checks a stack: driver, CUDA, torch, NCCL and network libraries.
+compat/judge.py checks the links of a stack: driver, CUDA, torch, NCCL and network libraries.
 """
 
 from __future__ import annotations
