@@ -660,6 +660,7 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             (CLEAN + "wandb login 0123456789abcdef0123456789abcdef01234567\n", "login"),
         ],
         [
+            CLEAN + "BUDGET_TOKENS=4_500_000_000_000\nexport EVAL_TOKENS=1.250.000.000.000\n",
             CLEAN + "export WANDB_API_KEY=$(cat ~/.wandb)\n",
             CLEAN + "export WANDB_API_KEY='<your-key-goes-here>'\n",
             CLEAN + "export TOKENIZERS_PARALLELISM=false\n",

@@ -138,7 +138,7 @@ def of_secrets(script: ParsedScript) -> Iterator[Found]:
     for command in script.commands:
         for name, words in command.assignments:
             value = words[0] if len(words) == 1 else ""
-            literal = re.fullmatch(r"[\w.:~+][\w.:~+-]{15,}", value)
+            literal = re.fullmatch(r"(?=.*[A-Za-z])[\w.:~+][\w.:~+-]{15,}", value)
             if (
                 literal
                 and not value.lower().startswith(("your", "xxx"))
