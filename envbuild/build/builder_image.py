@@ -1,6 +1,6 @@
 """The builder image, in which source layers of images are compiled: builders/<digest>.sqsh in the store.
 
-The digest is that of its lock and of the rules by which packages become a tree.
+The digest covers its lock and the version of the rules for unpacking packages.
 """
 
 from __future__ import annotations

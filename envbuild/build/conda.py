@@ -121,7 +121,7 @@ def _history(plan: Plan) -> str:
 
 
 def _add_wheels(wanted: FolderBuild, wheels: Sequence[WheelFile], own: Sequence[WheelFile]) -> None:
-    """Install the plan's `wheels` and `own` code. Raises BuildError for one that would replace conda's files."""
+    """Install the plan's `wheels` and `own` code. Raises BuildError for a wheel that would replace conda's files."""
     staged, python = wanted.staged, wanted.plan.python
     packages = site_packages(staged, python)
     with atomic.writing(staged):

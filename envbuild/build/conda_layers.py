@@ -2,7 +2,7 @@
 
 Differences from a conda environment: modes are 0644 and 0755, times are fixed, and bytecode in `__pycache__` is left
 out, because it contains the times of the sources; so are files that another package replaces. The records in conda-meta
-list the files in the image. Layers are ordered and grouped like those of wheels; see docs/reference/layering.md.
+list the files in the image. Layers are ordered and grouped like layers of wheels; see docs/reference/layering.md.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _read(root: Path, package: CondaPackage, scheme: Scheme, store: Store) -> Li
 def _record(root: Path, package: CondaPackage, store: Store) -> dict[str, Any]:
     """Return the package's record in conda-meta for an image; it contains no information about this host.
 
-    The fields are those of the package's own metadata, so that they do not change with rattler's version.
+    The fields come from the package's own metadata, so that they do not change with rattler's version.
     """
     linked = json.loads((root / META / f"{package.stem}.json").read_bytes())
     rows = [

@@ -216,9 +216,9 @@ def without_stale_bytecode(
 ) -> LayerRequest:
     """Return `part`, the last layer on top of `made`, with whiteouts of bytecode whose source a higher layer replaces.
 
-    `base` is the number of layers of the base at the beginning of `made`. All files have one time: Python would take
-    the bytecode of a replaced module for that of a new one of the same size. New bytecode replaces the old, but tests,
-    and images built with --no-bytecode or on a host without the image's Python, have none.
+    `base` is the number of layers of the base at the beginning of `made`. All files have one time: Python would use the
+    bytecode of a replaced module for a new module of the same size. New bytecode replaces the old, but tests, and
+    images built with --no-bytecode or on a host without the image's Python, have none.
     """
     below = (member.name for layer in made[:base] for member in maker.members(layer))
     if not any(f"{PREFIX}/" in path and is_bytecode(path) for path in below):

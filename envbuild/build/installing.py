@@ -79,7 +79,7 @@ def program_file(path: Path, program: str) -> str:
 
 
 def install_wheels(wanted: FolderBuild, wheels: Sequence[WheelFile], own: Sequence[WheelFile], *options: str) -> None:
-    """Install the `wheels` of the plan, and those of `own` code, by uv. Raises BuildError."""
+    """Install the `wheels` of the plan, and the wheels of `own` code, with uv. Raises BuildError."""
     environment, staged = wanted.environment, wanted.staged
     listed = staged / ".requirements.txt"
     with atomic.writing(staged):
@@ -158,12 +158,11 @@ def finish(
     """Install the source layers into an environment that has all packages, check it, write and return its state.
 
     `own` are the wheels of own code, `python` is the interpreter that the state names, `python_build` uv's name of it
-    if uv downloaded it. `locked` has the sha256 that a
-    file of a package may have, by path. `conda` are the conda packages, `owned` their .dist-info folders,
-    `read` the sha256 of files that were read before, by stat, and `rewritten` the locked files into which their
-    installation wrote a path. Raises the errors of `layers`, and BuildError when the packages or their files are not
-    those of plan, layers and trainer, InstalledFilesDiffer for those of the lock, or when a file names the folder in
-    which the environment is built.
+    if uv downloaded it. `locked` has the sha256 that a file of a package may have, by path. `conda` are the conda
+    packages, `owned` their .dist-info folders, `read` the sha256 of files that were read before, by stat, and
+    `rewritten` the locked files into which their installation wrote a path. Raises the errors of `layers`; BuildError
+    when packages or files differ from plan, layers and trainer, or when a file contains the path of the build folder;
+    InstalledFilesDiffer when locked files differ.
     """
     plan, staged, environment = wanted.plan, wanted.staged, wanted.environment
     layers, workers = wanted.layers(interpreter(staged)), host.workers(environment.variables)

@@ -28,7 +28,7 @@ def plan_of(
     """Return the plan of an artifact of `kind`, as its build makes it.
 
     Raises the errors of that build, without `verify` those of a build without verification. Without `here`, it raises
-    no error that depends on this host. `bytecode` says whether to look for the interpreter that compiles an image's
+    no error that depends on this host. `bytecode` is whether to look for the interpreter that compiles an image's
     bytecode.
     """
     if isinstance(kind, FolderArtifact):

@@ -244,7 +244,7 @@ def _receipt(blobs: Sequence[Descriptor], staged: Path, digest: str, what: str, 
 
 
 def _beside(blobs: Sequence[Descriptor], path: Path, store: Store) -> None:
-    """Write the attestations beside the file at `path`; remove those of another file."""
+    """Write the attestations beside the file at `path`; remove older attestations."""
     for media, name in ATTESTATIONS.items():
         place = bundle_path(path, name)
         place.unlink(missing_ok=True)

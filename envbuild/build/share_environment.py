@@ -246,7 +246,7 @@ def _read(data: bytes, blobs: Sequence[Descriptor], where: str) -> EnvironmentIn
 
 
 def is_environment(data: bytes) -> bool:
-    """Return whether the configuration of a manifest is that of an environment."""
+    """Return whether the configuration of a manifest describes an environment."""
     try:
         return isinstance(parse_json(data)["files"], dict)
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -166,7 +166,7 @@ def _with_retry(build: _Build, make: Callable[[SegmentCache], list[Result]]) -> 
 def make_from_image(
     source: ImageSource, target: Target, options: ImageFileOptions, environment: Environment
 ) -> list[Result]:
-    """Convert an existing image for `target`; one that envbuild built is also verified. Raises BuildError."""
+    """Convert an existing image for `target`; an image that envbuild built is also verified. Raises BuildError."""
     with _locked(options):
         check_user(source, environment.variables)
         build = _Build(options, environment, target.arch, time.monotonic())
