@@ -3,7 +3,7 @@
 Sources: pyxis, args.c and its wiki, "Usage"; enroot 4.1, doc/cmd/start.md, doc/cmd/create.md;
 apptainer-exec(1). Tests with real runtimes: docs/howto/jobs.md.
 
-ddp_train/stage brings an artifact to the disk of every node before a job starts it. Nodes have no artifact yet, so the
+ddp_train/stage copies an artifact to the disk of every node before a job starts it. Nodes have no artifact yet, so the
 script carries the package for their own python3. Afterwards a link on each node points to its copy, or to the shared
 file.
 """

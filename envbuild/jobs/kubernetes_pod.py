@@ -266,7 +266,7 @@ def variables(plan: JobPlan, pods: Pods, *, unbuffered: bool = True) -> list[dic
 
 
 def _fitting(name: str, value: str) -> str:
-    """Return `value` of variable `name`. Raises UsageError for one that is too long for execve(2)."""
+    """Return `value` of variable `name`. Raises UsageError for a value that is too long for execve(2)."""
     size = len(f"{name}={value}".encode(errors="surrogatepass"))
     if size < _MAX_ARG_STRLEN:
         return value

@@ -1,4 +1,4 @@
-"""The preflight of existing nodes: those of an allocation, or hosts that ssh reaches.
+"""The preflight of existing nodes: nodes of an allocation, or hosts that ssh reaches.
 
 It runs the script that `envbuild job` would submit, without the training and directly, so that it checks the
 conditions of a real job.

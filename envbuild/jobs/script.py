@@ -430,7 +430,7 @@ def _programs(plan: JobPlan, launcher: Launcher) -> str:
 def _steps(plan: JobPlan, launcher: Launcher, signals: str, left: int | None) -> str:
     """Return the list of nodes, the preflight and the training; without a command, the preflight alone.
 
-    `signals` and `left` are those of `render_script`.
+    `signals` and `left` are as in `render_script`.
     """
     text = _NODES + _trust(plan) + stage_lines(plan, launcher)
     if plan.preflight:

@@ -61,7 +61,7 @@ def write_script(text: str, path: Path, hint: str, first: Path | None = None) ->
 
 
 def outside_of_jobs(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return `variables` without those that describe a running job."""
+    """Return `variables` without the ones that describe a running job."""
     return {name: value for name, value in variables.items() if not _OF_A_JOB.fullmatch(name)}
 
 

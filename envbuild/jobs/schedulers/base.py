@@ -113,13 +113,13 @@ class Scheduler:
     """A scheduler.
 
     `render` returns the script or manifest of a plan and raises UsageError for values that it cannot express;
-    `directives` returns its lines that request resources, None if jobs are pods of images, without scripts.
-    `launchers` are those of its row in data/schedulers.toml. `suffix` is the suffix of the file. `site_keys`
-    are the keys of [scheduler] and [node] that this scheduler supports, among those that not all schedulers
-    know. `job_variables` matches the variables that describe a running job. `own_option` names the setting of a
-    site's directive that jobs set themselves, None for others. `exclusive_has_cpus`: a job with exclusive nodes
-    gets all of their CPUs by default. `own_log`: the script writes the log itself, because the scheduler shows
-    the output late or not at all. `leaves_out_nodes`: a job can put itself back into the queue without some nodes.
+    `directives` returns its lines that request resources, None if jobs are pods of images, without scripts. `launchers`
+    are listed in its row of data/schedulers.toml. `suffix` is the suffix of the file. `site_keys` are the keys of
+    [scheduler] and [node] that this scheduler supports, among those that not all schedulers know. `job_variables`
+    matches the variables that describe a running job. `own_option` names the setting of a site's directive that jobs
+    set themselves, None for others. `exclusive_has_cpus`: a job with exclusive nodes gets all of their CPUs by default.
+    `own_log`: the script writes the log itself, because the scheduler shows the output late or not at all.
+    `leaves_out_nodes`: a job can put itself back into the queue without some nodes.
     """
 
     suffix: str
@@ -152,7 +152,7 @@ def first_number(printed: str) -> str:
 def with_site(
     own: Sequence[str], directives: Sequence[str], keys: Callable[[str], Collection[str]], marker: str
 ) -> list[str]:
-    """Return the lines of a job's directives: those of the site after those of envbuild, which they replace.
+    """Return the lines of a job's directives: first envbuild's, then the site's, which override them.
 
     `keys` returns the names of the settings in a directive, without its `marker`. A line of `own` with a setting of the
     site is left out, because schedulers differ in which of two lines wins. Raises UsageError for text that is not one

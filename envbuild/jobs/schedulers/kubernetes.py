@@ -3,7 +3,7 @@
 PyTorchJob, training operator 1.7 to 1.9: kubeflow/training-operator v1.9.4,
 pkg/apis/kubeflow.org/v1/{common,pytorch}_types.go and pkg/controller.v1/{common/job,pytorch/elastic,pytorch/envvar}.go.
 TrainJob, Kubeflow Trainer 2.2 and later: kubeflow/trainer v2.3.0, pkg/apis/trainer/v1alpha1/trainjob_types.go and
-pkg/runtime/framework/plugins/{torch/torch.go,jobset/jobset.go}. kubectl's messages are those of 1.37.
+pkg/runtime/framework/plugins/{torch/torch.go,jobset/jobset.go}. kubectl's messages are from version 1.37.
 """
 
 from __future__ import annotations
