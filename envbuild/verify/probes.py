@@ -352,8 +352,8 @@ def cases_of(check: str, *, gpu: bool = False) -> list[Case]:
 def make_request(world: int, *, gpu: bool = False) -> dict[str, Any]:
     """Return random probes for `world` ranks, as JSON values: `values` by rank, the optimizer's `data` by step, rank.
 
-    `cases` are those of `cases_of`. `source` is the rank that broadcasts, and enters the barrier last. A sample is a
-    row of inputs and the target.
+    `cases` come from `cases_of`. `source` is the rank that broadcasts, and enters the barrier last. A sample is a row
+    of inputs and the target.
     """
     chance = secrets.SystemRandom()
     row = functools.partial(chance.choices, [number / 4 for number in range(-8, 9)], k=_OPTIMIZER_INPUTS + 1)

@@ -377,7 +377,7 @@ def check_sampler(request: Request, report: Report) -> Check:
 
 
 def check_optimizer(request: Request, report: Report) -> Check:
-    """Check that every rank's steps of each optimizer equal those that envbuild computes."""
+    """Check that every rank's steps of each optimizer equal the steps that envbuild computes."""
     expected = {name: expected_parameters(request, name) for name in OPTIMIZERS}
     ranks: list[Mapping[str, list[float]]] = [rank["probes"]["optimizer"] for rank in report["ranks"]]
     worst = {name: max(_difference(rank[name], expected[name]) for rank in ranks) for name in OPTIMIZERS}
