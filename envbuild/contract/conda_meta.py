@@ -111,8 +111,8 @@ def survey_conda(
 def quick_names(root: Path, site_packages: Path) -> set[tuple[str, str]]:
     """Return (name, version) of every installed package, from file names alone.
 
-    Packages of conda have the name in conda-meta, those that pip added their normalized name. A missing
-    .dist-info folder of a conda package is returned with the version "missing". Raises OSError.
+    Packages of conda have the name in conda-meta, packages from pip their normalized name. A missing .dist-info folder
+    of a conda package is returned with the version "missing". Raises OSError.
     """
     found: set[tuple[str, str]] = set()
     owned: set[str] = set()

@@ -1,7 +1,7 @@
 """Installed files, and whether they match the RECORDs of their distributions.
 
 The RECORD file (PyPA "Recording installed projects", PEP 376 and 627) names every file of a distribution with its
-sha256 and size. The files are those of this host, or those of an image that was read from outside.
+sha256 and size. The files are on this host, or in an image that envbuild reads without running it.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Artifact:
         return build_folder() / recipe / target / self.default_name.format(recipe=recipe)
 
     def job_variables(self, path: str) -> Mapping[str, str]:
-        """Return the variables that jobs set for the artifact's processes: those that conda's activation sets."""
+        """Return the variables that jobs set for the artifact's processes, as conda's activation does."""
         return set_variables(Path(path)) if self.of_conda else {}
 
 
