@@ -188,8 +188,8 @@ class Change:
 class Comparison:
     """The differences between two artifacts.
 
-    `files` is None when files were not compared. `left_out` names what the comparison of files ignores. `notes` do not
-    count as differences.
+    `files` is None when files were not compared. `left_out` lists the differences that the comparison of files ignores.
+    `notes` do not count as differences.
     """
 
     settings: tuple[Change, ...]

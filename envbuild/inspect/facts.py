@@ -203,7 +203,7 @@ class Inventory:
 
     @property
     def own_conda(self) -> tuple[CondaRecord, ...]:
-        """The conda packages of the environment itself, without those of others beside or inside it."""
+        """The conda packages of the environment itself, without other environments beside or inside it."""
         return tuple(package for package in self.conda if package.location == self.prefix)
 
 
