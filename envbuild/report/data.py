@@ -28,7 +28,7 @@ class SizedPackage:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The differences to `before`, under titles; `notes` say what was not compared."""
+    """The differences to `before`, under titles; `notes` name the parts that were not compared."""
 
     before: str
     groups: Mapping[str, Sequence[Change]]

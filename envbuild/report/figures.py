@@ -424,7 +424,7 @@ def packages(entry: ReportEntry, shared: Shared) -> Html | None:
 
 
 def libraries(entry: ReportEntry) -> Html | None:
-    """Return the libraries that the ranks loaded, and what the artifact's libraries need."""
+    """Return the libraries that the ranks loaded, and the needs of the artifact's libraries."""
     loaded, linkage = evidence(entry.receipt, "libraries"), evidence(entry.receipt, "linkage")
     versions = evidence(entry.receipt, "versions")
     base = linkage.get("base")
