@@ -1,6 +1,6 @@
 """Image files in registries, in the pieces that their images share: the segments of their layers, and the rest.
 
-The manifest is that of an artifact (OCI image specification 1.1). Its configuration says which bytes of which blob the
+The manifest is an artifact manifest (OCI image specification 1.1). Its configuration says which bytes of which blob the
 file consists of, in order; its layers are the segments, the rest (headers, repacked blocks and tables), the receipt and
 its attestation. A node that has the segments of another version fetches only the missing segments and the rest, and
 writes the same bytes.

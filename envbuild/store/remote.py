@@ -111,7 +111,7 @@ class CacheUse:
 class RemoteCache:
     """The cache in the repository of `registry` for results of `store`.
 
-    With `signers`, only entries with a signature of one of these keys are used; `signer` signs those that are written.
+    With `signers`, only entries with a signature of one of these keys are used; `signer` signs new entries.
     """
 
     registry: Registry

@@ -208,7 +208,7 @@ def choose(
 
 
 def own_items(store: Store, recipe: str) -> Callable[[StoreItem], bool]:
-    """Return a function that tells whether `recipe` alone uses an item."""
+    """Return a function that returns whether only `recipe` uses an item."""
     known: Mapping[str, frozenset[str]] = recipes(store)
     others: frozenset[str] = frozenset().union(*(names for one, names in known.items() if one != recipe))
     own = known.get(recipe, frozenset()) - others
@@ -216,7 +216,7 @@ def own_items(store: Store, recipe: str) -> Callable[[StoreItem], bool]:
 
 
 def remove(store: Store, chosen: Iterable[StoreItem]) -> Removal:
-    """Remove the `chosen` items, except those that were used since the first of the running builds began.
+    """Remove the `chosen` items, except items used since the first of the running builds began.
 
     Raises BuildError when the store is not writable.
     """
