@@ -3,8 +3,8 @@
 Only keys whose signatures cosign and Sigstore's clients read in the same way are accepted: Ed25519, and ECDSA on NIST's
 curves. A keyless signature has a certificate that Sigstore gives an identity for ten minutes, by sigstore-python. An
 identity is a workflow of a CI or a person, as their OpenID Connect provider (the issuer) names it. The signature is
-recorded in a transparency log. Bundles are checked without a network, by the roots of trust that sigstore-python brings
-or the site's own trust configuration has.
+recorded in a transparency log. Bundles are checked without a network, by the roots of trust in sigstore-python or in
+the site's own trust configuration.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ def keyless_signer(config: str, env: Mapping[str, str]) -> Iterator[tuple[str, C
     """Yield the identity of this process, and a function from an in-toto statement to its signed bundle.
 
     The identity's token is in SIGSTORE_ID_TOKEN, or is asked of the CI. `config` is the file of a client trust
-    configuration, "" for that of the public Sigstore, which is fetched. Raises HostError without sigstore-python, and
-    UsageError without an identity, or when Sigstore refuses it.
+    configuration, "" to fetch the public Sigstore's. Raises HostError without sigstore-python, and UsageError without
+    an identity, or when Sigstore refuses it.
     """
     _check()
     from sigstore.dsse import Statement
