@@ -93,7 +93,7 @@ def mixed(good: Lock, differing: Iterable[Difference], moved: Collection[str]) -
 
 
 def grouped(differing: Sequence[Difference], metadata: Metadata, direct: Iterable[str], python: str) -> list[Group]:
-    """Return the `differing` packages in groups, each after those that it needs.
+    """Return the `differing` packages in groups, each after the groups that it needs.
 
     `direct` are the recipe's own requirements, which may ask for extras of packages. `python` is the version of the
     environment, "3.11".
