@@ -220,8 +220,8 @@ class LockRun:
     """One run of `envbuild lock`.
 
     Only packages in `upgrade` may change, all of them for None. `exports` are the formats in which locks are also
-    written to `folder`; `exported` has the conda locks for each file of these. `errors` are those of the locks that
-    could not be made.
+    written to `folder`; `exported` has the conda locks for each file of these. `errors` are the errors of locks that
+    failed.
     """
 
     environment: Environment

@@ -110,7 +110,7 @@ def pull_command(reference: str, out: Path, no_verify: bool, as_json: bool) -> N
 
 
 def _pushed(named: str, registry: Registry, environment: Environment) -> tuple[str, str, Pushed]:
-    """Push the artifact `named`; return its digest, that of its manifest, and what was uploaded."""
+    """Push the artifact `named`; return its digest, the digest of its manifest, and the uploads."""
     if named.startswith("oci:"):
         return _push_layout(named.removeprefix("oci:"), registry, environment)
     built = find_built(named, kinds_of("folder", "file"), site_folders=environment.site.recipe_folders)
@@ -327,7 +327,7 @@ def trust_command(
 
 
 def _judge_tag(registry: Registry, site: Site, target: str | None, recipe: str) -> tuple[str, str, TrustVerdict | None]:
-    """Return NAME@sha256:… of what a tag names now, and its digest and verdict; no verdict for an image."""
+    """Return NAME@sha256:… of a tag's current manifest, and its digest and verdict; no verdict for an image."""
     from envbuild.base.packages import digest_of
     from envbuild.build.share import judge_pushed
     from envbuild.recipe.targets import Target
