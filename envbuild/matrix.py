@@ -49,8 +49,8 @@ class MatrixJob:
     """One artifact that one runner builds.
 
     `id` is RECIPE-TARGET-ARTIFACT, unique in a matrix; `runner` is the runner's label (GitHub) or tag (GitLab). `gpu`
-    says whether the artifact is for GPUs, `verify` whether the runner can train in it. `command` is the build as a
-    shell command, with --no-verify when `verify` is false.
+    is whether the artifact is for GPUs, `verify` whether the runner can train in it. `command` is the build as a shell
+    command, with --no-verify when `verify` is false.
     """
 
     id: str

@@ -48,13 +48,12 @@ class Step:
 class Plan:
     """All inputs of a build. Equal plans give equal artifacts.
 
-    `packages` are wheels; with `conda` packages, they are the packages that pip adds. `mtime` is the time of an
-    image's files (seconds since 1970). `folder` is the recipe's folder; paths of local base images are relative
-    to it. `sources` are built from source, in this order; `host_layers` are provided by the nodes. `warnings`
-    are those of the lock. `bound` maps normalised names of packages to their only source: an index of the site, or the
-    URL of a wheel.
-    `project` is the user's own code, which comes last.
-    `slim` are the rules by which files and code are left out of wheels.
+    `packages` are wheels; with `conda` packages, they are the packages that pip adds. `mtime` is the time of an image's
+    files (seconds since 1970). `folder` is the recipe's folder; paths of local base images are relative to it.
+    `sources` are built from source, in this order; `host_layers` are provided by the nodes. `warnings` are the lock's
+    warnings. `bound` maps normalised names of packages to their only source: an index of the site, or the URL of a
+    wheel. `project` is the user's own code, which comes last. `slim` are the rules by which files and code are left out
+    of wheels.
     """
 
     recipe: str
