@@ -198,10 +198,10 @@ _MAX_TEXT = 2000
 _SHOWN = 3
 _PINS = ("pin", "conda-pin")
 _REQUIREMENTS = ("requirement", "constraint", "pin")
-# Commands that may not run: their signs are named, and choose no target.
-_MAYBE = (BRANCH, NOT_TAKEN)
+# Commands that may not run and indexes without packages: their signs are named, and choose no target.
+_MAYBE = (BRANCH, NOT_TAKEN, UNUSED_INDEX)
 # Statements that say nothing about this environment.
-_ELSEWHERE = (OTHER_SYSTEM, NOT_IN_IMAGE, UNUSED_INDEX)
+_ELSEWHERE = (OTHER_SYSTEM, NOT_IN_IMAGE)
 _TORCH = re.compile(r"(?:[\w./-]+::)?(?:torch|pytorch|pytorch-cuda|libtorch)(?![\w-])")
 
 
@@ -225,8 +225,9 @@ class GpuSign:
 
     @property
     def tag(self) -> str:
-        """Tag of the accelerator, cu126; "" if the version is unknown or incomplete."""
-        return tag_of_version(self.family, self.version) if "." in self.version else ""
+        """Tag of the accelerator, cu126; "" if the version is unknown, incomplete, or has no target (CUDA 9.0)."""
+        tag = tag_of_version(self.family, self.version)
+        return tag if "." in self.version and self.known and ACCELERATORS[self.family].version(tag) else ""
 
     @property
     def title(self) -> str:
@@ -257,7 +258,10 @@ def gpu_signs(statements: Iterable[Statement], groups: Collection[str] | None = 
 
     The names of extras and groups are signs if they are in `groups` (normalised names; None: all are).
     """
-    signs = (_sign(one) or _group_sign(one, groups) for one in statements if one.reason not in _ELSEWHERE)
+    given = list(statements)
+    # Sources that choose an index do not mean those that they leave unused.
+    elsewhere = (*_ELSEWHERE, UNUSED_INDEX) if any(one.kind == "index" for one in given) else _ELSEWHERE
+    signs = (_sign(one) or _group_sign(one, groups) for one in given if one.reason not in elsewhere)
     return [sign for sign in signs if sign is not None]
 
 
