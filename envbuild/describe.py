@@ -151,7 +151,8 @@ def _packages(contents: Inventory | None) -> dict[str, Any]:
         ],
         "debian_packages": [asdict(package) for package in contents.debian],
         "source_built": [
-            {**asdict(one), "source": one.source or None, "licences": list(one.licences)} for one in contents.built
+            {**asdict(built), "source": built.source or None, "licences": list(built.licences)}
+            for built in contents.built
         ],
         # Layers that the environment takes from the nodes.
         "host_layers": [

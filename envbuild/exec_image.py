@@ -154,7 +154,9 @@ def exec_image(
             f"{runtime} starts ranks, not one program" if runtime in names() else f"no runtime is called {runtime!r}"
         )
         raise UsageError(fault, f"one of {', '.join(RUNTIMES)}")
-    accelerator = next((one for one in gpu_families() if any(Path("/dev").glob(one.probe))), CPU)
+    accelerator = next(
+        (accelerator for accelerator in gpu_families() if any(Path("/dev").glob(accelerator.probe))), CPU
+    )
     image = open_image_file(path, accelerator=accelerator)
     home = environment.variables.get("HOME")
     told = {

@@ -101,7 +101,11 @@ class Fabric:
 
     def options_of(self, layer: str, family: str) -> tuple[FabricOptions, ...]:
         """Return the options for the source layer `layer` of targets with accelerators of `family`."""
-        return tuple(one for one in self.options if one.layer == layer and family in (one.accelerator or (family,)))
+        return tuple(
+            options
+            for options in self.options
+            if options.layer == layer and family in (options.accelerator or (family,))
+        )
 
 
 class SiteNetwork(Protocol):

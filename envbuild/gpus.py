@@ -268,14 +268,14 @@ def chips_named(word: str) -> list[Chip]:
         known = known or Chip(name, "cuda" if name.startswith("sm_") else "rocm", generic=_generic(name))
         modes = {one[:-1]: one for one in f"{known.features}:{features}".split(":") if one}
         return [replace(known, features=":".join(modes.values()))]
-    return [one for one in chips.values() if word in (one.family, *one.names)]
+    return [chip for chip in chips.values() if word in (chip.family, *chip.names)]
 
 
 def gpu_problem(word: str) -> str | None:
     """Return why `word` names no GPU, or None."""
     if chips_named(word):
         return None
-    known = {name for one in load_chips().values() for name in (one.name, one.family, *one.names)}
+    known = {name for chip in load_chips().values() for name in (chip.name, chip.family, *chip.names)}
     close = closest(word.lower(), sorted(known))
     what = f"{word!r} is no GPU: name a chip (sm_90, gfx90a), a GPU (h100, mi250x) or a family (hopper)"
     return f"{what}; did you mean {close!r}?" if close else what
@@ -328,7 +328,7 @@ def library_runs(containers: Containers, chip: Chip) -> str:
 
 def is_judged(containers: Containers, chip: Chip) -> bool:
     """Return whether a library could be read, and is for GPUs of the maker of `chip`."""
-    codes = {code for one in containers for code in one}
+    codes = {code for container in containers for code in container}
     return UNREADABLE not in codes and any(code.startswith("gfx") == (chip.accelerator == "rocm") for code in codes)
 
 
@@ -355,7 +355,7 @@ def _has(containers: Containers, chip: Chip) -> str:
     fitting = sum(count for codes, count in containers.items() if any(runs(code, chip) for code in codes))
     if fitting:
         return f"has some in only {fitting} of {containers.total()} parts"
-    codes = {code for one in containers for code in one}
+    codes = {code for container in containers for code in container}
     names = sorted(codes, key=lambda code: ([int(number) for number in re.findall(r"\d+", code)], code))
     ptx = any(code.startswith("compute_") for code in codes)
     why = "" if chip.accelerator == "rocm" else "; its PTX is for others" if ptx else ", and no PTX"

@@ -26,28 +26,28 @@ def needed_locks(loaded: LoadedRecipe, target: Target, parts: Collection[str] = 
 
     Without a current one, a build resolves first, or fails if it runs with --locked.
     """
-    found: list[LockKind[Any]] = []
+    lock_kinds: list[LockKind[Any]] = []
     if loaded.has_wheels(target):
-        found += wheel_locks(loaded, target)
-    found.append(image_lock(loaded, target))
+        lock_kinds += wheel_locks(loaded, target)
+    lock_kinds.append(image_lock(loaded, target))
     image = loaded.recipe.image
     # Other images have no compilers for source layers.
     compiles = image.base == "debian" or image.build_base
     if compiles and (sources := requested_layers(loaded, target).every):
         from envbuild.lock.base import builder_lock
 
-        found.append(builder_lock(loaded, target, sources))
+        lock_kinds.append(builder_lock(loaded, target, sources))
     if loaded.has_conda:
         from envbuild.lock.conda_kind import conda_lock
 
-        found.append(conda_lock(loaded, target))
-    return [one for one in found if one.part in parts]
+        lock_kinds.append(conda_lock(loaded, target))
+    return [lock_kind for lock_kind in lock_kinds if lock_kind.part in parts]
 
 
 def wheel_locks(loaded: LoadedRecipe, target: Target) -> list[LockKind[Lock]]:
     """Return the wheel lock of `target` for the recipe's Python, then those for the target's other `pythons`."""
     others = (loaded.for_python(target, python) for python in loaded.recipe.targets[target.name].pythons)
-    return [wheel_lock(one, target) for one in (loaded, *others) if one]
+    return [wheel_lock(recipe, target) for recipe in (loaded, *others) if recipe]
 
 
 def check_locks(work: Iterable[tuple[LoadedRecipe, Target]], parts: Collection[str], log: Log) -> None:
@@ -80,12 +80,18 @@ def changed_locks(before: LoadedRecipe, after: LoadedRecipe) -> list[LockKind[An
 
     Returns the stale locks that exist; if none exists, all locks.
     """
-    found = []
+    lock_kinds = []
     for name in after.recipe.targets:
         target = after.target(name)[0]
-        old = {one.file: one.digest for one in needed_locks(before, target)} if name in before.recipe.targets else {}
-        found += [one for one in needed_locks(after, target) if old.get(one.file) != one.digest]
-    return [one for one in found if one.inspect().lock is not None] or found
+        old = (
+            {lock_kind.file: lock_kind.digest for lock_kind in needed_locks(before, target)}
+            if name in before.recipe.targets
+            else {}
+        )
+        lock_kinds += [
+            lock_kind for lock_kind in needed_locks(after, target) if old.get(lock_kind.file) != lock_kind.digest
+        ]
+    return [lock_kind for lock_kind in lock_kinds if lock_kind.inspect().lock is not None] or lock_kinds
 
 
 def locked_stack(loaded: LoadedRecipe, target: Target) -> tuple[Stack, str]:
@@ -103,5 +109,5 @@ def locked_stack(loaded: LoadedRecipe, target: Target) -> tuple[Stack, str]:
         return stack_of(loaded, target, None), f"as the recipe pins it: {error.message}"
     if state.fault is not None or state.lock is None:
         return stack_of(loaded, target, None), f"as the recipe pins it: {state.path.name}: {state.fault}"
-    versions = state.lock.versions if conda else {one.name: one.version for one in state.lock.packages}
+    versions = state.lock.versions if conda else {package.name: package.version for package in state.lock.packages}
     return stack_of(loaded, target, versions, conda=conda), "as locked"

@@ -96,25 +96,25 @@ def make_jobs(
     (`cu126-x86_64`), which then counts as having that target's GPUs. Raises UsageError for two recipes with the same
     name.
     """
-    unique = {one.loaded.path.resolve(): one for one in reversed(recipes)}
+    unique = {selected_recipe.loaded.path.resolve(): selected_recipe for selected_recipe in reversed(recipes)}
     _check_names(unique.values())
     images = kinds_of("file", "registry")
     jobs: list[MatrixJob] = []
     omitted: list[Omission] = []
-    for one in sorted(unique.values(), key=lambda one: one.loaded.recipe.name):
-        refusal = cache(partial(_refusal, one, environment, runners))
+    for recipe in sorted(unique.values(), key=lambda one: one.loaded.recipe.name):
+        refusal = cache(partial(_refusal, recipe, environment, runners))
         reasons: dict[tuple[str, str | None], list[tuple[str, str, EnvbuildError]]] = {}
-        names = [name for name in one.loaded.recipe.targets if not targets or name in targets]
-        for name, kind in product(names, _kinds(one, artifacts)):
+        names = [name for name in recipe.loaded.recipe.targets if not targets or name in targets]
+        for name, kind in product(names, _kinds(recipe, artifacts)):
             # All kinds of images have the same plan.
             error = refusal(name, images[0] if kind in images else kind)
             if error is None:
-                jobs.append(_job(one, Target.parse(name), kind, runners))
+                jobs.append(_job(recipe, Target.parse(name), kind, runners))
             else:
                 reasons.setdefault((error.message, error.hint), []).append((name, kind, error))
         for refused in reasons.values():
             of_targets, of_kinds, errors = (tuple(dict.fromkeys(column)) for column in zip(*refused, strict=True))
-            omitted.append(Omission(one.name, of_targets, of_kinds, errors[0]))
+            omitted.append(Omission(recipe.name, of_targets, of_kinds, errors[0]))
     return jobs, omitted
 
 
@@ -173,7 +173,7 @@ def _verifies(target: Target, runners: Mapping[str, str]) -> bool:
 
 def check_targets(recipes: Iterable[SelectedRecipe], targets: Iterable[str]) -> None:
     """Raise UsageError for a target that none of `recipes` has."""
-    known = {name for one in recipes for name in one.loaded.recipe.targets}
+    known = {name for recipe in recipes for name in recipe.loaded.recipe.targets}
     for name in targets:
         Target.parse(name)
         if known and name not in known:
@@ -259,7 +259,7 @@ def changed_recipes(recipes: Iterable[SelectedRecipe], top: Path, changed: Itera
     if any(fnmatchcase(path.parts[0], pattern) for path in files for pattern in _DECIDE_ALL):
         return list(recipes)
     paths = [top / path for path in files]
-    return [one for one in recipes if any(_concerns(path, one.loaded) for path in paths)]
+    return [recipe for recipe in recipes if any(_concerns(path, recipe.loaded) for path in paths)]
 
 
 def _concerns(path: Path, loaded: LoadedRecipe) -> bool:

@@ -92,8 +92,8 @@ class Plan:
         """Whether the artifact has torch: from the locks, from source, or from an existing base image."""
         if self.image is not None and self.image.base != "debian" and not self.conda:
             return True
-        names = {one.name for one in self.packages} | {one.name for one in self.sources}
-        return "torch" in names or any(one.name == "pytorch" for one in self.conda)
+        names = {package.name for package in self.packages} | {layer.name for layer in self.sources}
+        return "torch" in names or any(package.name == "pytorch" for package in self.conda)
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as `envbuild plan --json` prints it."""
@@ -143,9 +143,9 @@ def make_plan(
     if not conda and image is None:
         steps = [_step("python", "python", wheels.python, wheels.python, wheels.platform)]
     steps += [Step("conda", one.name, f"{one.version} {one.build}", f"sha256:{one.sha256}") for one in conda]
-    steps += [_step("wheel", one.name, one.version, one.hashes) for one in wheels.packages]
-    steps += [Step("source", one.name, one.version, one.digest) for one in sources]
-    steps += [_step("host", one.name, one.version, one.name, one.version, one.path) for one in host_layers]
+    steps += [_step("wheel", package.name, package.version, package.hashes) for package in wheels.packages]
+    steps += [Step("source", layer.name, layer.version, layer.digest) for layer in sources]
+    steps += [_step("host", layer.name, layer.version, layer.name, layer.version, layer.path) for layer in host_layers]
     table = recipe.targets[target.name]
     slim = slim_rules(**asdict(recipe.slim), words=table.gpus)
     if slim is not None:
@@ -241,7 +241,11 @@ def state_of(
 
 
 def _urls(loaded: LoadedRecipe, requirements: Iterable[str]) -> dict[str, str]:
-    return {name: one.source(loaded.folder) for name, one in references(requirements).items() if one.is_wheel}
+    return {
+        name: reference.source(loaded.folder)
+        for name, reference in references(requirements).items()
+        if reference.is_wheel
+    }
 
 
 def _base_steps(image: ImageInputs) -> list[Step]:

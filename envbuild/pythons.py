@@ -84,8 +84,8 @@ def choose_python(
     if os.sep in wanted:
         return read_python(wanted)
     here = installed is None or any(f"{version}.".startswith(f"{wanted}.") for version, _ in installed)
-    if here and (found := find_python(wanted, environment)):
-        return found
+    if here and (python := find_python(wanted, environment)):
+        return python
     try:
         return _offer(wanted, environment, offline)
     except _NotOffered as error:
@@ -130,7 +130,7 @@ def installed_pythons(environment: Environment, patience_s: float | None = None)
     rows = json.loads(done.stdout) if done.returncode == 0 else []
     found = [(str(row["version"]), str(row["path"])) for row in rows if row["implementation"] == "cpython"]
     found.append((platform.python_version(), sys.executable))
-    found += [(one.version, one.path) for version in PYTHONS for one in _stored(version, environment.store)]
+    found += [(python.version, python.path) for version in PYTHONS for python in _stored(version, environment.store)]
     return list(dict(reversed(found)).items())[::-1]
 
 
@@ -157,10 +157,10 @@ def _known(wanted: str, environment: Environment) -> HostPython | None:
     """Return the Python of this host that was found last time, which saves 0.1 s, if it is unchanged."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         size, time, fields = parse_json(_note(wanted, environment).read_bytes())
-        found = HostPython(**fields)
-        stat = os.stat(found.path)
+        python = HostPython(**fields)
+        stat = os.stat(python.path)
         if (stat.st_size, stat.st_mtime_ns) == (size, time):
-            return found
+            return python
     return None
 
 
@@ -179,12 +179,12 @@ def _on_host(wanted: str, environment: Environment) -> HostPython | None:
         paths.append(sys.executable)
     for path in paths:
         with contextlib.suppress(HostError):
-            found = read_python(path)
+            python = read_python(path)
             with contextlib.suppress(OSError):
-                stat, note = os.stat(found.path), _note(wanted, environment)
+                stat, note = os.stat(python.path), _note(wanted, environment)
                 if environment.store.root.exists():  # a dry run makes no store
-                    atomic.write_atomically(note, json.dumps([stat.st_size, stat.st_mtime_ns, asdict(found)]))
-            return found
+                    atomic.write_atomically(note, json.dumps([stat.st_size, stat.st_mtime_ns, asdict(python)]))
+            return python
     if re.search(r"\(os error (?!2\))", done.stderr):  # such as a cache that cannot be written: any error but ENOENT
         raise BuildError(
             f"uv cannot look for Python {wanted}:\n{process.tail(done)}", uv_hint(done.stderr, done.returncode)
@@ -229,9 +229,9 @@ def _offer(wanted: str, environment: Environment, offline: bool) -> OfferedPytho
         raise _NotOffered("uv offers none for this host", other)
     addresses = _addresses(rows[0], environment)
     reasons = _unreached(addresses, environment, offline)
-    for one, reason in zip(addresses, reasons, strict=True):
+    for python, reason in zip(addresses, reasons, strict=True):
         if reason is None:
-            return one
+            return python
     hint = (
         f"run `{shlex.quote(environment.uv)} python install {wanted}` where the network is reached (`--mirror URL` for "
         "a mirror of python-build-standalone, which may be a folder: file:///PATH), then run this again"
@@ -337,6 +337,6 @@ def _download(offered: OfferedPython, environment: Environment) -> HostPython:
         raise store.unwritable(error) from error
     if done.returncode != 0:
         raise HostError(f"uv cannot download Python {offered.version}:\n{process.tail(done)}", "run it again")
-    found = _of_store(folder / offered.build)
+    python = _of_store(folder / offered.build)
     store.note_use(path := folder / offered.build, path)
-    return found
+    return python

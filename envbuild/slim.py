@@ -55,8 +55,8 @@ def slim_rules(*, gpus: bool, debug: bool, files: Iterable[str], words: Iterable
     Code of AMD GPUs stays: see docs/reference/slim.md.
     """
     chips = (chip.name for chip in all_chips(words) if chip.accelerator == "cuda") if gpus else ()
-    found = SlimRules(load_table("slim")["version"], tuple(sorted(chips)), debug, tuple(sorted(files)))
-    return found if found.chips or found.debug or found.files else None
+    rules = SlimRules(load_table("slim")["version"], tuple(sorted(chips)), debug, tuple(sorted(files)))
+    return rules if rules.chips or rules.debug or rules.files else None
 
 
 def unused(codes: Collection[str], chips: Iterable[Chip]) -> set[str]:

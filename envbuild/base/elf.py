@@ -53,8 +53,8 @@ class Elf:
     @property
     def glibc(self) -> tuple[int, int]:
         """Newest glibc version that its symbols need, (0, 0) for none."""
-        found = [_GLIBC.fullmatch(version) for _, version in self.needs]
-        return max(((int(m[1]), int(m[2])) for m in found if m), default=(0, 0))
+        matches = [_GLIBC.fullmatch(version) for _, version in self.needs]
+        return max(((int(m[1]), int(m[2])) for m in matches if m), default=(0, 0))
 
 
 def machine_name(machine: int) -> str:

@@ -102,12 +102,12 @@ def link_mode(store: Path, folder: Path) -> str:
     if os.stat(store).st_dev != os.stat(folder).st_dev:
         return "copy"
     try:
-        found = mount_of(folder, read_mounts())
+        mount = mount_of(folder, read_mounts())
     except OSError:
-        found = None
-    if found and found.kind in _COPIED:
+        mount = None
+    if mount and mount.kind in _COPIED:
         return "copy"
-    return "clone" if found and found.kind in _REFLINK else "hardlink"
+    return "clone" if mount and mount.kind in _REFLINK else "hardlink"
 
 
 # Without a limit, cgroups of version 1 report the largest integer, rounded down to pages.

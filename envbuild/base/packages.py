@@ -76,7 +76,7 @@ def top_level(paths: Iterable[str]) -> tuple[str, ...]:
         elif not folders and module.isidentifier():
             found.add(module)
     # The inner one of two packages is imported by its namespace alone.
-    found |= {one for one in packages if one.partition(".")[0] not in packages - {one}}
+    found |= {package for package in packages if package.partition(".")[0] not in packages - {package}}
     return tuple(sorted(one for one in found if one and not _NO_MODULE.match(one)))
 
 

@@ -171,7 +171,7 @@ class Task:
 
     def rate(self, now: float) -> float:
         """Return the bytes per second of the last seconds, 0 if there are none; call it at each refresh."""
-        self.samples = [one for one in self.samples if one[0] >= now - _RATE_S] or [(self.started, 0)]
+        self.samples = [sample for sample in self.samples if sample[0] >= now - _RATE_S] or [(self.started, 0)]
         self.samples.append((now, self.done))
         (before, had), (after, has) = self.samples[0], self.samples[-1]
         return (has - had) / (after - before) if after > before else 0.0

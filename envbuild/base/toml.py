@@ -136,25 +136,25 @@ def list_at(value: Any, *keys: str) -> list[Any]:
 
 def _syntax_error(path: Path, text: str, message: str) -> str:
     """Return tomllib's message with the position at the front, as editors expect, instead of at the end."""
-    found = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", message, re.S)
-    if found is None:
+    match = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", message, re.S)
+    if match is None:
         return f"{path}: {message}"
-    if found[2] is None:
+    if match[2] is None:
         line, column = _line_column(text, len(text.rstrip("\n")))
-        return f"{path}:{line}:{column}: {found[1]} at the end of the file"
+        return f"{path}:{line}:{column}: {match[1]} at the end of the file"
     meant = ""
-    if found[1] == r"Illegal character '\n'":
+    if match[1] == r"Illegal character '\n'":
         meant = ": a quote is missing in this line"
-    elif found[1].startswith(("Unclosed array", "Unclosed inline table")):
+    elif match[1].startswith(("Unclosed array", "Unclosed inline table")):
         # tomllib stopped at a character that is neither a comma nor the end: mostly the next value.
-        row = text.split("\n")[int(found[2]) - 1]
-        value = re.compile(r""""[^"]*"|'[^']*'|[\w.+-]+|[{\[]""").match(row, int(found[3]) - 1)
-        end = "]" if "array" in found[1] else "}"
-        if value and found[3] == "1":
+        row = text.split("\n")[int(match[2]) - 1]
+        value = re.compile(r""""[^"]*"|'[^']*'|[\w.+-]+|[{\[]""").match(row, int(match[3]) - 1)
+        end = "]" if "array" in match[1] else "}"
+        if value and match[3] == "1":
             meant = f": {end} is missing before this line"
         elif value:
             meant = f"; is a comma missing before {value[0]}?"
-    return f"{path}:{found[2]}:{found[3]}: {found[1]}{meant}"
+    return f"{path}:{match[2]}:{match[3]}: {match[1]}{meant}"
 
 
 def _line_column(text: str, offset: int) -> tuple[int, int]:
@@ -186,10 +186,10 @@ class Scanner:
 
     def match(self, pattern: re.Pattern[str]) -> str:
         """Skip the text that `pattern` matches, and return it."""
-        found = pattern.match(self.text, self.at)
-        assert found is not None, f"scanner lost at offset {self.at}"
-        self.at = found.end()
-        return found[0]
+        match = pattern.match(self.text, self.at)
+        assert match is not None, f"scanner lost at offset {self.at}"
+        self.at = match.end()
+        return match[0]
 
     def take(self, token: str) -> bool:
         """Skip `token` and the blanks around it if it comes next; return whether it did."""

@@ -245,12 +245,15 @@ class Bisected:
 
     def culprits(self) -> list[list[Difference]]:
         """Return the packages that together make an environment bad; packages in one list could not be tested apart."""
-        return [[one for index in sorted(mix) for one in self.groups[index].members] for mix in self.found.groups]
+        return [
+            [difference for index in sorted(mix) for difference in self.groups[index].members]
+            for mix in self.found.groups
+        ]
 
     def of(self, mix: Mix) -> Judgement | None:
         """Return the test of a mix, None if it was not needed."""
         moved = names_of(self.groups, mix)
-        return next((one for one in self.tests if one.moved == moved), None)
+        return next((judgement for judgement in self.tests if judgement.moved == moved), None)
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `--json` prints."""
@@ -268,7 +271,10 @@ class Bisected:
             )
 
         named = [
-            [{"name": one.name, "good": one.versions[0], "bad": one.versions[1]} for one in group]
+            [
+                {"name": difference.name, "good": difference.versions[0], "bad": difference.versions[1]}
+                for difference in group
+            ]
             for group in self.culprits()
         ]
         return {
@@ -285,41 +291,43 @@ class Bisected:
             "alone": self.found.alone,
             "good": row(self.of(self.found.good)) if self.found.reproduced else None,
             "bad": row(self.of(self.found.bad)) if self.found.reproduced else None,
-            "tests": [row(one) for one in self.tests],
+            "tests": [row(judgement) for judgement in self.tests],
         }
 
 
 def names_of(groups: Sequence[Group], mix: Mix) -> tuple[str, ...]:
     """Return the names of the packages in the groups of `mix`, sorted."""
-    return tuple(sorted(one.name for index in mix for one in groups[index].members))
+    return tuple(sorted(difference.name for index in mix for difference in groups[index].members))
 
 
-def bisect(wanted: Bisection, environment: Environment, log: Log) -> Bisected:
+def bisect(bisection: Bisection, environment: Environment, log: Log) -> Bisected:
     """Find the packages that make the environment of the bad lock bad.
 
     Raises UsageError for equal locks and for a command that cannot be run, BuildError if one of the locks cannot be
     built.
     """
-    differing = differences(wanted.good, wanted.bad)
+    differing = differences(bisection.good, bisection.bad)
     if not differing:
         raise UsageError("the locks have the same packages", "compare an older lock, from version control")
     with environment.store.working("bisect") as folder:
-        judge = Judge(wanted.metric, wanted.most, environment, log)
-        lab = _Lab(wanted, environment, folder, log, differing, judge)
-        plan, _ = lab.plan(wanted.good)
-        direct = wanted.loaded.requirements(wanted.target, conda=False)
-        metadata = _metadata(differing, plan, environment, wanted.offline)
+        judge = Judge(bisection.metric, bisection.most, environment, log)
+        lab = _Lab(bisection, environment, folder, log, differing, judge)
+        plan, _ = lab.plan(bisection.good)
+        direct = bisection.loaded.requirements(bisection.target, conda=False)
+        metadata = _metadata(differing, plan, environment, bisection.offline)
         lab.groups.extend(grouped(differing, metadata, direct, plan.python))
         log(f"{len(differing)} packages differ, in {len(lab.groups)} groups; at most {lab.bound} builds for one group")
-        found = search([one.needs for one in lab.groups], len(differing), lab.test)
-    return Bisected(wanted, lab.groups, found, lab.tests, len(differing))
+        culprits = search([group.needs for group in lab.groups], len(differing), lab.test)
+    return Bisected(bisection, lab.groups, culprits, lab.tests, len(differing))
 
 
 def _metadata(
     differing: Sequence[Difference], plan: Plan, environment: Environment, offline: bool
 ) -> dict[tuple[str, str], list[str]]:
     """Return the requirements of the wheels that differ, by name and version. Raises BuildError."""
-    wheels = [two for one in differing for two in (one.good, one.bad) if isinstance(two, LockedPackage)]
+    wheels = [
+        two for difference in differing for two in (difference.good, difference.bad) if isinstance(two, LockedPackage)
+    ]
     found = {}
     for wheel, path in zip(
         wheels, fetch_wheels(wheels, environment, plan.indexes, plan.bound, offline=offline), strict=True

@@ -72,23 +72,23 @@ def differences(good: Lock, bad: Lock) -> list[Difference]:
 
 
 def _packages(lock: Lock) -> dict[str, LockedPackage | BuiltPackage]:
-    found: dict[str, LockedPackage | BuiltPackage] = {one.name: one for one in lock.packages}
-    return found | {one.name: one for one in lock.built}
+    found: dict[str, LockedPackage | BuiltPackage] = {package.name: package for package in lock.packages}
+    return found | {package.name: package for package in lock.built}
 
 
 def mixed(good: Lock, differing: Iterable[Difference], moved: Collection[str]) -> Lock:
     """Return the lock `good` with the packages `moved` taken from the other lock."""
     packages = _packages(good)
-    for one in differing:
-        if one.name in moved:
-            packages.pop(one.name, None)
-            if one.bad is not None:
-                packages[one.name] = one.bad
+    for difference in differing:
+        if difference.name in moved:
+            packages.pop(difference.name, None)
+            if difference.bad is not None:
+                packages[difference.name] = difference.bad
     rows = [packages[name] for name in sorted(packages)]
     return replace(
         good,
-        packages=tuple(one for one in rows if isinstance(one, LockedPackage)),
-        built=tuple(one for one in rows if isinstance(one, BuiltPackage)),
+        packages=tuple(row for row in rows if isinstance(row, LockedPackage)),
+        built=tuple(row for row in rows if isinstance(row, BuiltPackage)),
     )
 
 
@@ -99,17 +99,17 @@ def grouped(differing: Sequence[Difference], metadata: Metadata, direct: Iterabl
     environment, "3.11".
     """
     implied = _implications(differing, metadata, direct, python)
-    reach = {one.name: _reached(one.name, implied) for one in differing}
+    reach = {difference.name: _reached(difference.name, implied) for difference in differing}
     names = sorted(reach, key=lambda name: (len(reach[name]), min(_together(name, reach)), name))
-    by_name, found = {one.name: one for one in differing}, list[Group]()
+    by_name, groups = {difference.name: difference for difference in differing}, list[Group]()
     index: dict[str, int] = {}
     for name in names:
         if name not in index:
             members = _together(name, reach)
             needs = frozenset(index[other] for other in reach[name] if other not in members)
-            index |= dict.fromkeys(members, len(found))
-            found.append(Group(tuple(by_name[one] for one in members), needs))
-    return found
+            index |= dict.fromkeys(members, len(groups))
+            groups.append(Group(tuple(by_name[member] for member in members), needs))
+    return groups
 
 
 def _together(name: str, reach: Mapping[str, Collection[str]]) -> list[str]:
@@ -132,17 +132,17 @@ def _implications(
     read = _Requirements(metadata, direct, python)
     by_name = {one.name: one for one in differing}
     found: dict[str, set[str]] = {name: set() for name in by_name}
-    for one in differing:
-        for side, version in enumerate(one.versions):
-            for name, asked in read.of(one.name, version) if version else ():
+    for difference in differing:
+        for side, version in enumerate(difference.versions):
+            for name, asked in read.of(difference.name, version) if version else ():
                 other = by_name.get(name)
                 if other is None or not _meets(asked, other.versions[side]):
                     continue  # the same in both locks, or not even its own lock meets it (an override)
                 if not _meets(asked, other.versions[1 - side]):
                     if side:
-                        found[one.name].add(name)
+                        found[difference.name].add(name)
                     else:
-                        found[name].add(one.name)
+                        found[name].add(difference.name)
     return found
 
 

@@ -142,7 +142,7 @@ def add_attached(found: SignedBundles, registry: Registry, store: Store) -> None
 
     while waiting:
         batch = [waiting.popleft() for _ in range(min(_AT_ONCE, len(waiting)))]
-        batch = [one for one in batch if found.needs(one.row.annotations.get(_KIND), one.at)]
+        batch = [attached for attached in batch if found.needs(attached.row.annotations.get(_KIND), attached.at)]
         if batch and (read >= _MOST_READ or size >= _MOST_BYTES):
             cut = True
             break

@@ -80,7 +80,7 @@ def find_built(
     tops = [top / recipe for top in tops]
     built = next(filter(None, (_built_in(top, recipe, file, kinds, target) for top in tops)), [])
     if prefer:
-        built = list({one.target: one for one in reversed(built)}.values())[::-1]
+        built = list({path.target: path for path in reversed(built)}.values())[::-1]
     if not built:
         commands = ", ".join(_commands(recipe, file, kinds))
         of_target = f" for {target}" if target else ""
@@ -91,7 +91,7 @@ def find_built(
     if len(built) > 1 and prefer:
         raise UsageError(f"{recipe} is built for {', '.join(one.target for one in built)}", "choose one with --target")
     if len(built) > 1:
-        paths = ", ".join(one.documented for one in built)
+        paths = ", ".join(path.documented for path in built)
         raise UsageError(f"{len(built)} artifacts of recipe {recipe!r} are here: {paths}", "give one of these paths")
     return built[0]
 
@@ -124,14 +124,14 @@ def _name_in(file: Path) -> str:
 def _built_in(
     top: Path, recipe: str, file: Path | None, kinds: Sequence[str], target: str | None
 ) -> list[BuiltArtifactPath]:
-    targets = [target] if target else sorted(one.name for one in top.glob("*-*") if one.is_dir())
-    found = []
+    targets = [target] if target else sorted(path.name for path in top.glob("*-*") if path.is_dir())
+    paths = []
     for name in targets:
         for kind in map(ARTIFACTS.__getitem__, kinds):
             path = top / name / kind.default_name.format(recipe=recipe)
             if (receipt_path(path) if kind.form == "registry" else path).exists():
-                found.append(BuiltArtifactPath(recipe, file, kind, name, path))
-    return found
+                paths.append(BuiltArtifactPath(recipe, file, kind, name, path))
+    return paths
 
 
 def _commands(recipe: str, file: Path | None, kinds: Sequence[str]) -> list[str]:
@@ -183,8 +183,8 @@ def check_lock(built: BuiltArtifactPath, lock_digest: str) -> None:
     if conda and not loaded.has_conda:
         raise LockError(f"{built.path} has conda packages, and its recipe has none any more", "remove it")
     locks = [conda_lock(loaded, target)] if conda else wheel_locks(loaded, target)  # one for each Python
-    states = [one.inspect() for one in locks]
-    if any(one.fault is None and one.lock is not None and one.lock.digest == lock_digest for one in states):
+    states = [lock.inspect() for lock in locks]
+    if any(state.fault is None and state.lock is not None and state.lock.digest == lock_digest for state in states):
         return
     lock = states[0]
     if lock.fault is not None:

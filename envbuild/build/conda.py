@@ -67,10 +67,15 @@ def is_current(path: Path, state: State, python: str | None = None) -> bool:
         return False
 
 
-def build(wanted: FolderBuild) -> State:
+def build(folder_build: FolderBuild) -> State:
     """Build the environment, and return its state. Raises BuildError, LockError and the errors of its `layers`."""
-    plan, environment, staged, final = wanted.plan, wanted.environment, wanted.staged, wanted.final
-    find = partial(locate_conda, environment=environment, offline=wanted.offline)
+    plan, environment, staged, final = (
+        folder_build.plan,
+        folder_build.environment,
+        folder_build.staged,
+        folder_build.final,
+    )
+    find = partial(locate_conda, environment=environment, offline=folder_build.offline)
     version = next((package.version for package in plan.conda if package.name == "python"), plan.python)
 
     def add() -> None:
@@ -81,10 +86,10 @@ def build(wanted: FolderBuild) -> State:
             )
         with atomic.writing(staged):
             (staged / META / "history").write_text(_history(plan), encoding="utf-8")
-        _add_wheels(wanted, wheels, own)
+        _add_wheels(folder_build, wheels, own)
 
     with atomic.writing(environment.store.root):
-        wheels, own = locate(plan, wanted.trainer, environment, wanted.offline)
+        wheels, own = locate(plan, folder_build.trainer, environment, folder_build.offline)
         read = install_packages(plan.conda, Prefix(staged, os.fspath(final)), environment.store, find, add)
     if plan.compile_bytecode:  # of modules that have none yet; those that do not compile are left, as installers do
         process.run(
@@ -109,7 +114,9 @@ def build(wanted: FolderBuild) -> State:
     owned = owned_dist_infos(records, os.fspath(site_packages(Path(), plan.python)))
     locked = {**recorded_files(records), **locked_files([*wheels, *own], plan.python, staged, conda=True)}
     python = os.fspath(interpreter(final))
-    return finish(wanted, own, version, python, locked, conda_packages(records), owned, read, rewritten_files(records))
+    return finish(
+        folder_build, own, version, python, locked, conda_packages(records), owned, read, rewritten_files(records)
+    )
 
 
 def _history(plan: Plan) -> str:
@@ -120,16 +127,16 @@ def _history(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _add_wheels(wanted: FolderBuild, wheels: Sequence[WheelFile], own: Sequence[WheelFile]) -> None:
+def _add_wheels(folder_build: FolderBuild, wheels: Sequence[WheelFile], own: Sequence[WheelFile]) -> None:
     """Install the plan's `wheels` and `own` code. Raises BuildError for a wheel that would replace conda's files."""
-    staged, python = wanted.staged, wanted.plan.python
+    staged, python = folder_build.staged, folder_build.plan.python
     packages = site_packages(staged, python)
     with atomic.writing(staged):
         packages.mkdir(parents=True, exist_ok=True)
     before = names_and_versions(packages)
     for wheel in (*wheels, *own):
         _refuse_over(wheel, python, before, staged)
-    install_wheels(wanted, wheels, own, "--break-system-packages")
+    install_wheels(folder_build, wheels, own, "--break-system-packages")
     with atomic.writing(staged):
         for installer in packages.glob("*.dist-info/INSTALLER"):
             record = installer.with_name("RECORD")
@@ -146,7 +153,7 @@ def _refuse_over(wheel: WheelFile, python: str, before: dict[str, str], staged: 
     for path in wheel_paths(wheel.path, Scheme("prefix", python, conda=True)):
         relative = path.removeprefix("prefix/")
         if os.path.lexists(staged / relative):
-            found = (one for one in read_records(staged) if relative in one["files"])
+            found = (record for record in read_records(staged) if relative in record["files"])
             owners = [f"conda package {one['name']}-{one['version']}-{one['build']}" for one in found]
             owners += [f"what is in {META}" if relative.startswith(META) else "the environment"]
             raise BuildError(

@@ -153,10 +153,10 @@ def held(store: Store) -> Iterator[None]:
 
 def archives(store: Store, packages: Sequence[CondaPackage], locate: Locate) -> dict[CondaPackage, Path]:
     """Return the archives of `packages`, checked because rattler does not check; damaged ones are located once more."""
-    found = dict(locate(packages))
-    bad = _mismatched(store, found)
+    paths = dict(locate(packages))
+    bad = _mismatched(store, paths)
     for package in bad:
-        path = found[package]
+        path = paths[package]
         if not path.is_relative_to(store.root):
             raise BuildError(
                 f"{path}: its content changed after it was hashed",
@@ -169,7 +169,7 @@ def archives(store: Store, packages: Sequence[CondaPackage], locate: Locate) -> 
         raise BuildError(
             f"{bad[0].file_name}: damaged again as soon as it was stored", f"check the disk that holds {store.root}"
         )
-    return found | again
+    return paths | again
 
 
 def tree_digest(root: Path, read: dict[Stat, str]) -> str:
@@ -211,11 +211,11 @@ def _writing(store: Store) -> Iterator[None]:
         raise store.unwritable(error) from error
 
 
-def _mismatched(store: Store, found: dict[CondaPackage, Path]) -> list[CondaPackage]:
+def _mismatched(store: Store, paths: dict[CondaPackage, Path]) -> list[CondaPackage]:
     def digest(path: Path, _: object) -> str | None:
         with contextlib.suppress(OSError):
             return store.file_digest(path)
         return None
 
-    digests = each(list(found.values()), digest, _THREADS)
-    return [package for package, now in zip(found, digests, strict=True) if now != package.sha256]
+    digests = each(list(paths.values()), digest, _THREADS)
+    return [package for package, now in zip(paths, digests, strict=True) if now != package.sha256]

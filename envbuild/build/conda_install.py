@@ -98,7 +98,9 @@ class _Work:
 
     def changed(self) -> list[CondaPackage]:
         """Return the packages that changed since they were unpacked."""
-        return conda_cache.damaged(self.store, [one for one in self.known if one not in self.new], self.read)
+        return conda_cache.damaged(
+            self.store, [package for package in self.known if package not in self.new], self.read
+        )
 
     def check(self) -> list[CondaPackage]:
         """Record the files of the new packages, and return the changed ones."""
@@ -202,10 +204,10 @@ def _record(package: CondaPackage, work: _Work) -> dict[str, Any]:
 
 def _explained(text: str, work: _Work) -> BuildError:
     """Return the error for a failure of rattler, with the operating system's message if that was the cause."""
-    found = _ERRNO.search(text)
-    if found is None or int(found[1]) == errno.ENOENT:  # a package lacks a file that it lists
+    match = _ERRNO.search(text)
+    if match is None or int(match[1]) == errno.ENOENT:  # a package lacks a file that it lists
         return BuildError(f"{work.final}: the locked conda packages cannot be installed: {text}", "run it again")
-    number = int(found[1])
+    number = int(match[1])
     full = False
     if number == errno.ENOSPC:
         try:

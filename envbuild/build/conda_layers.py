@@ -113,7 +113,7 @@ def link_packages(
 
     linked = shared(entry, store.remote, known, link)
     store.note_use(note, note)
-    activated = [one.name for one in linked if any(map(_ACTIVATION.fullmatch, one.paths))]
+    activated = [package.name for package in linked if any(map(_ACTIVATION.fullmatch, package.paths))]
     if activated:
         names = ", ".join(activated)
         log(f"  not activated in the image: variables that conda's scripts of {names} set; see [image] env")
@@ -132,18 +132,20 @@ def _part(
 ) -> LayerRequest:
     # A record names the package's archive and the digest of each file.
     key: list[object] = [scheme.prefix, scheme.python, compiler and compiler.identity, mtime]
-    key += [[one.name, one.record] for one in group]
+    key += [[package.name, package.record] for package in group]
 
     def tree() -> Tree:
         def files() -> Tree:
-            for one in group:
-                yield from _package_tree(linked.root(), one, scheme, mtime, linked.store)
+            for package in group:
+                yield from _package_tree(linked.root(), package, scheme, mtime, linked.store)
 
         # The standard library and site-packages.
         modules = [f"{scheme.prefix}/lib/python{scheme.python}"]
         return with_parents(with_bytecode(files(), compiler, modules, mtime), mtime)
 
-    return LayerRequest(title_of([(one.name, one.package.version) for one in group]), key_of("conda", key), tree)
+    return LayerRequest(
+        title_of([(package.name, package.package.version) for package in group]), key_of("conda", key), tree
+    )
 
 
 def _package_tree(root: Path, one: LinkedPackage, scheme: Scheme, mtime: int, store: Store) -> Tree:

@@ -148,13 +148,13 @@ def push(images: Sequence[AssembledImage], tag: str, environment: Environment) -
     counts = {"uploaded": 0, "uploaded_bytes": 0, "mounted": 0, "present": 0}
     try:
         for image in images:
-            wanted = [image.manifest.config, *(made.layer.blob for made in image.layers)]
+            descriptors = [image.manifest.config, *(made.layer.blob for made in image.layers)]
             pointer = image.digest if index else registry.reference.pointer
             sources = _repositories(image, registry.reference.registry, environment)
-            with transfer(f"pushing to {tag}", sum(blob.size for blob in wanted)) as on_progress:
+            with transfer(f"pushing to {tag}", sum(blob.size for blob in descriptors)) as on_progress:
                 pushed = registry.push(
                     image.blobs,
-                    wanted,
+                    descriptors,
                     image.manifest.raw,
                     image.manifest.media_type,
                     pointer,

@@ -107,13 +107,13 @@ def _for_python(
         raise HostError(error.message, f"run `{command}`: the recipe has a lock for it; or {error.hint}") from None
     if isinstance(chosen, OfferedPython):
         log(f"this host has no Python {chosen.minor}; the build gets {chosen}")
-    if (found := loaded.for_python(target, chosen.minor)) is None:
+    if (loaded_recipe := loaded.for_python(target, chosen.minor)) is None:
         other = f", or name {chosen.minor} in `pythons` of its target {target.name}," if python else ""
         raise HostError(
             f"--python {python} is Python {chosen.version}; recipe {recipe.name} wants Python {recipe.python}",
             f"give a Python {recipe.python}, or change `python` in the recipe{other} and lock it again",
         )
-    return found
+    return loaded_recipe
 
 
 def _has(python: str, environment: Environment) -> bool:
@@ -189,16 +189,16 @@ def make_environment(
         with atomic.staged(path) as staged:
             layers = _layers(plan, environment, offline)
             final = absolute_path(path)
-            wanted = FolderBuild(plan, trainer, environment, staged, final, offline, layers, python)
+            build = FolderBuild(plan, trainer, environment, staged, final, offline, layers, python)
             try:
-                state = module.build(wanted)
+                state = module.build(build)
             except InstalledFilesDiffer as error:
                 # Environments share files with the store by hard links, and somebody edited one of them in its place.
                 log(f"{path}: {error.message}; a file of the store was changed, and its packages are unpacked again")
                 atomic.remove(staged)
                 with atomic.writing(path.parent):
                     staged.mkdir(mode=0o700)
-                state = module.build(wanted)
+                state = module.build(build)
             check(state)
             if not verify:
                 check_unverified_gpus(state, environment.site, lambda target: folder_gpu_code(staged, target))
@@ -219,8 +219,8 @@ def _layers(plan: Plan, environment: Environment, offline: bool) -> Callable[[Pa
         return lambda python: first
 
     def late(python: Path) -> Sequence[LayerFolder]:
-        found = BuildPython(os.path.abspath(python), plan.python)
-        return build_layers(requested, plan.folder, environment, offline=offline, python=found)
+        build_python = BuildPython(os.path.abspath(python), plan.python)
+        return build_layers(requested, plan.folder, environment, offline=offline, python=build_python)
 
     return late
 

@@ -112,11 +112,11 @@ def make_images(
     check_options(options, len(prepared), environment)
     images = []
     # All layers before the first image: layers of another architecture may be unavailable here.
-    built = [image_layers(one, environment, offline=offline) for one in prepared]
-    for one, layers in zip(prepared, built, strict=True):
-        count = len(one.plan.conda) + len(one.plan.packages)
-        log(f"{one.plan.recipe} for {one.target.name}: {count} packages")
-        images.append(assemble(one, layers, environment, offline=offline))
+    built = [image_layers(image, environment, offline=offline) for image in prepared]
+    for prepared_image, layers in zip(prepared, built, strict=True):
+        count = len(prepared_image.plan.conda) + len(prepared_image.plan.packages)
+        log(f"{prepared_image.plan.recipe} for {prepared_image.target.name}: {count} packages")
+        images.append(assemble(prepared_image, layers, environment, offline=offline))
     index = docker.index_of(images) if len(images) > 1 else None
     receipts = [_verified(image, options, environment) for image in images]
     result = {"path": options.tag, "digest": index.digest if index else images[0].digest}
@@ -142,8 +142,8 @@ def report(
     return {
         "receipt": next((receipt for receipt in receipts if receipt), None),
         "target": prepared[0].target.name,
-        "targets": [{"target": one.target.name, "digest": digest, "receipt": path} for one, digest, path in rows],
-        "warnings": [line for one in prepared for line in one.plan.warnings],
+        "targets": [{"target": image.target.name, "digest": digest, "receipt": path} for image, digest, path in rows],
+        "warnings": [line for image in prepared for line in image.plan.warnings],
         "seconds": round(time.monotonic() - started, 3),
     }
 

@@ -98,8 +98,14 @@ class AssembledImage:
     @property
     def descriptor(self) -> Descriptor:
         """The manifest with its platform, for an index."""
-        one = self.manifest.descriptor
-        return Descriptor(one.media_type, one.digest, one.size, GOARCH[Target.parse(self.plan.target).arch], "linux")
+        descriptor = self.manifest.descriptor
+        return Descriptor(
+            descriptor.media_type,
+            descriptor.digest,
+            descriptor.size,
+            GOARCH[Target.parse(self.plan.target).arch],
+            "linux",
+        )
 
 
 @dataclass(frozen=True)
@@ -258,13 +264,13 @@ def check_paths(
     """
     if not layers and not (wheels and conda):
         return
-    inputs: list[object] = [scheme.prefix, scheme.python, [one.listed.digest for one in layers]]
-    inputs += [[one.name, one.sha256] for one in wheels]
-    inputs += [[one.name, one.record] for one in conda]
+    inputs: list[object] = [scheme.prefix, scheme.python, [folder.listed.digest for folder in layers]]
+    inputs += [[file.name, file.sha256] for file in wheels]
+    inputs += [[package.name, package.record] for package in conda]
     note = store.folder("layers") / f"{key_of('free', inputs)}.free"
     if note.exists():
         return
-    owners = {path: one.name for one in conda for path in one.paths}
+    owners = {path: package.name for package in conda for path in package.paths}
     packages = [(f"conda package {one.name} {one.package.version}", list(one.paths)) for one in conda]
     for wheel in wheels:
         paths = [path.removeprefix(f"{scheme.prefix}/") for path in wheel_paths(wheel.path, scheme)]
@@ -285,13 +291,13 @@ def layer_part(layer: LayerFolder, scheme: Scheme, compiler: Compiler | None, mt
     text = layer.listed.render()
 
     def files() -> Tree:
-        for one in layer.listed.files:
-            path = f"{prefix}/{one.path}"
-            if one.target:
-                yield Entry(path, SYMLINK, 0o777, target=one.target, mtime=mtime), None
+        for file in layer.listed.files:
+            path = f"{prefix}/{file.path}"
+            if file.target:
+                yield Entry(path, SYMLINK, 0o777, target=file.target, mtime=mtime), None
                 continue
-            with (layer.folder / one.path).open("rb") as stream:
-                yield Entry(path, FILE, one.mode, one.size, mtime=mtime), stream
+            with (layer.folder / file.path).open("rb") as stream:
+                yield Entry(path, FILE, file.mode, file.size, mtime=mtime), stream
         place = f"{prefix}/{list_path(layer.source.name)}"
         yield Entry(place, FILE, 0o644, len(text), mtime=mtime), BytesIO(text)
 
@@ -350,7 +356,7 @@ def _environment_layer(
         names = sorted(f"{name} {version}" for name, version in differing)
         raise BuildError(f"the packages differ from the lock: {', '.join(names)}")
     scheme = Scheme(PREFIX, plan.python, conda=bool(plan.conda))
-    found += [(one.name, one.version, record_digest(wheel_record(one.path, scheme))) for one in own]
+    found += [(file.name, file.version, record_digest(wheel_record(file.path, scheme))) for file in own]
     built = [layer.built for layer in layers]
     state = state_of(plan, base.python_version, base.interpreter, found, built, own)
     part = environment_part(
@@ -450,8 +456,8 @@ def missing_folder(
         below = node.children.get(part)
         if below is None or below.kind != DIR:
             return ["/" + "/".join(done)], parents
-        if one := below.member:
+        if member := below.member:
             there = "/".join(done[:depth])
-            parents.append(Entry(there, DIR, one.mode, 0, "", one.uid, one.gid, mtime, (0, 0), one.xattrs))
+            parents.append(Entry(there, DIR, member.mode, 0, "", member.uid, member.gid, mtime, (0, 0), member.xattrs))
         node = below
     return [], []

@@ -43,10 +43,10 @@ class BuildInput:
 def build_inputs(plan: Plan) -> Iterator[BuildInput]:
     """Yield the files that builds of `plan` may read; of a wheel, the lock may accept several."""
     run = [wheel for layer in plan.sources for wheel in (*layer.wheels, *layer.build)]
-    for one in (*plan.packages, *run):
-        fits = partial(matches, name=one.name, version=one.version)
-        for sha256 in one.hashes:
-            yield BuildInput(WHEELS, sha256, fits, partial(_wheel_name, one, plan))
+    for locked_package in (*plan.packages, *run):
+        fits = partial(matches, name=locked_package.name, version=locked_package.version)
+        for sha256 in locked_package.hashes:
+            yield BuildInput(WHEELS, sha256, fits, partial(_wheel_name, locked_package, plan))
     for package in plan.conda:
         yield _called(CONDA, package.sha256, package.file_name)
     for layer in plan.sources:

@@ -78,9 +78,9 @@ def program_file(path: Path, program: str) -> str:
     return os.fspath(file) if own else program
 
 
-def install_wheels(wanted: FolderBuild, wheels: Sequence[WheelFile], own: Sequence[WheelFile], *options: str) -> None:
+def install_wheels(build: FolderBuild, wheels: Sequence[WheelFile], own: Sequence[WheelFile], *options: str) -> None:
     """Install the `wheels` of the plan, and the wheels of `own` code, with uv. Raises BuildError."""
-    environment, staged = wanted.environment, wanted.staged
+    environment, staged = build.environment, build.staged
     listed = staged / ".requirements.txt"
     with atomic.writing(staged):
         listed.write_text(pinned((*wheels, *own)))
@@ -108,12 +108,12 @@ def install_wheels(wanted: FolderBuild, wheels: Sequence[WheelFile], own: Sequen
         done = process.run(command, env=environment.uv_environment(), check=False)
     if done.returncode != 0:
         raise BuildError(
-            f"{wanted.final}: uv could not install the locked wheels ({process.ending(done.returncode)}):\n"
+            f"{build.final}: uv could not install the locked wheels ({process.ending(done.returncode)}):\n"
             f"{process.tail(done)}",
             uv_hint(done.stderr, done.returncode),
         )
     with atomic.writing(staged):
-        _apply_umask(staged, site_packages(staged, wanted.plan.python), stat.S_IMODE(listed.stat().st_mode))
+        _apply_umask(staged, site_packages(staged, build.plan.python), stat.S_IMODE(listed.stat().st_mode))
         listed.unlink()
     (staged / ".lock").unlink(missing_ok=True)  # uv's; it is there or not, as uv could write it
 
@@ -144,7 +144,7 @@ def _apply_umask(staged: Path, packages: Path, wanted: int) -> None:
 
 
 def finish(
-    wanted: FolderBuild,
+    build: FolderBuild,
     own: Sequence[WheelFile],
     python_version: str,
     python: str,
@@ -164,13 +164,13 @@ def finish(
     when packages or files differ from plan, layers and trainer, or when a file contains the path of the build folder;
     InstalledFilesDiffer when locked files differ.
     """
-    plan, staged, environment = wanted.plan, wanted.staged, wanted.environment
-    layers, workers = wanted.layers(interpreter(staged)), host.workers(environment.variables)
+    plan, staged, environment = build.plan, build.staged, build.environment
+    layers, workers = build.layers(interpreter(staged)), host.workers(environment.variables)
     with atomic.writing(staged):
         built = install_layers(layers, staged)
         added = distributions(site_packages(staged, plan.python), owned).values()
-        _check_installed(wanted, own, layers, {one.name: one.version for one in added})
-        packages = [(one.name, one.version, one.record) for one in (*conda, *added)]
+        _check_installed(build, own, layers, {distribution.name: distribution.version for distribution in added})
+        packages = [(distribution.name, distribution.version, distribution.record) for distribution in (*conda, *added)]
         state = state_of(plan, python_version, python, packages, built, own, python_build)
         (staged / FILE).write_text(state.render(), encoding="utf-8")
         manifest, files = write_manifest(staged, workers, read)
@@ -184,7 +184,7 @@ def finish(
             f"`envbuild store check` says whether the files in {environment.store.root} are as they were downloaded",
         )
     with atomic.writing(staged):
-        _check_moved(wanted, manifest, locked.keys() - rewritten)
+        _check_moved(build, manifest, locked.keys() - rewritten)
     seal(staged, manifest, files, environment.store)
     return state
 
@@ -217,7 +217,7 @@ def locked_files(wheels: Sequence[WheelFile], python: str, staged: Path, *, cond
     packages = site_packages(Path(), python)
     # A program is a file of uv's cache, too, unless an installer writes it: a change there would come into every build.
     programs = [wheel_programs(wheel.path, scheme) for wheel in wheels]
-    written = {path for one in programs for path, copied in one.items() if not copied}
+    written = {path for program in programs for path, copied in program.items() if not copied}
     for wheel in wheels:
         for path, digest, _ in _rows(wheel_record(wheel.path, scheme)):
             place = os.path.normpath(packages / path)
@@ -239,9 +239,9 @@ def _rows(record: bytes) -> Iterator[list[str]]:
 
 
 def _check_installed(
-    wanted: FolderBuild, own: Sequence[WheelFile], layers: Sequence[LayerFolder], found: Mapping[str, str]
+    build: FolderBuild, own: Sequence[WheelFile], layers: Sequence[LayerFolder], found: Mapping[str, str]
 ) -> None:
-    locked = {package.name: package.version for package in wanted.plan.packages}
+    locked = {package.name: package.version for package in build.plan.packages}
     locked |= {wheel.name: wheel.version for wheel in own}
     locked |= {name: version for layer in layers for name, version in layer.distributions}
     # The folder of a distribution may spell its version in another way: 2020.01.01.
@@ -274,13 +274,13 @@ class LayerFolder:
     @property
     def built(self) -> BuiltLayer:
         """The layer as the environment's state records it."""
-        one = self.source
-        return BuiltLayer(one.name, one.version, self.listed.digest, check=one.check)
+        layer = self.source
+        return BuiltLayer(layer.name, layer.version, self.listed.digest, check=layer.check)
 
     @property
     def distributions(self) -> set[tuple[str, str]]:
         """(normalized name, version) of the Python distributions in it, if it was built as a wheel."""
-        found = (_RECORD.fullmatch(one.path) for one in self.listed.files)
+        found = (_RECORD.fullmatch(file.path) for file in self.listed.files)
         return {(normalise(match[1]), match[2]) for match in found if match}
 
 
@@ -306,16 +306,16 @@ def layer_folder(source: SourceLayer, folder: Path, digest: Callable[[Path], str
 def install_layers(layers: Sequence[LayerFolder], root: Path) -> tuple[BuiltLayer, ...]:
     """Copy the layers below `root`, a new environment. Raises BuildError for a path that already exists, OSError."""
     for layer in layers:
-        for one in layer.listed.files:
-            place = root / one.path
+        for file in layer.listed.files:
+            place = root / file.path
             if os.path.lexists(place):
-                raise _clash(layer, one.path, next(_owners(root, one.path), "the environment"))
+                raise _clash(layer, file.path, next(_owners(root, file.path), "the environment"))
             place.parent.mkdir(parents=True, exist_ok=True)
-            if one.target:
-                place.symlink_to(one.target)
+            if file.target:
+                place.symlink_to(file.target)
             else:
-                _copy(layer.folder / one.path, place)
-                place.chmod(one.mode)
+                _copy(layer.folder / file.path, place)
+                place.chmod(file.mode)
         layer.listed.write(root)
     return tuple(layer.built for layer in layers)
 
@@ -324,7 +324,7 @@ def check_free(layers: Sequence[LayerFolder], owners: Iterable[tuple[str, Iterab
     """Raise BuildError when two layers, or a layer and an owner (its name, its paths), have the same path."""
     taken: dict[str, LayerFolder] = {}
     for layer in layers:
-        for path in [*(one.path for one in layer.listed.files), list_path(layer.source.name)]:
+        for path in [*(file.path for file in layer.listed.files), list_path(layer.source.name)]:
             if path in taken:
                 raise _clash(layer, path, f"layer {taken[path].title}")
             taken[path] = layer
@@ -355,7 +355,7 @@ def _owners(root: Path, path: str) -> Iterator[str]:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         for file in sorted((root / LAYER_LISTS).glob("*.json")):
             known = parse_list(file.read_bytes())
-            if any(one.path == path for one in known.files):
+            if any(file.path == path for file in known.files):
                 yield f"layer {known.name} {known.version}"
         for file in sorted((root / "conda-meta").glob("*.json")):
             record: Mapping[str, object] = json.loads(file.read_bytes())

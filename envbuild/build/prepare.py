@@ -122,7 +122,7 @@ def build_layers(
     from envbuild.layers.source_build import build_layer
 
     build_host = build_hosts(layers, folder, environment, offline=offline)
-    hosts = {one.name: one.path for one in layers.hosts}
+    hosts = {layer.name: layer.path for layer in layers.hosts}
     done: dict[str, LayerFolder] = {}
     for source in layers.sources:
         requires = {name: done[name].folder for name in source.requires if name in done}

@@ -123,9 +123,9 @@ def open_pushed(registry: Registry, store: Store) -> tuple[bytes, list[Descripto
     where = str(registry.reference)
     config, blobs = read_manifest(registry.manifest()[0], where)
     small = [config, *(blob for blob in blobs if blob.media_type in (RECEIPT, *ATTESTATIONS))]
-    if len({one.media_type for one in small}) < len(small):
+    if len({descriptor.media_type for descriptor in small}) < len(small):
         raise BuildError(f"{where}: its manifest has several receipts, or attestations of one kind", "push it again")
-    if any(one.size > MOST for one in small):
+    if any(descriptor.size > MOST for descriptor in small):
         raise BuildError(f"{where}: its receipt or configuration is larger than {human_size(MOST)}")
     registry.fetch_blobs(small, store.blobs, lambda _: None)
     return store.blobs.read(config.digest), blobs
@@ -156,8 +156,8 @@ def pull_file(
         fetched = sum(blob.size for blob in wanted)
         if wanted:
             with transfer(f"pulling {where}: {len(wanted)} of {len(pieces)} pieces", fetched) as on_progress:
-                found = registry.fetch_blobs(wanted, store.blobs, on_progress)
-            places |= {blob.digest: path for blob, path in zip(wanted, found, strict=True)}
+                paths = registry.fetch_blobs(wanted, store.blobs, on_progress)
+            places |= {blob.digest: path for blob, path in zip(wanted, paths, strict=True)}
         with (
             atomic.writing(final.parent),
             staged.open("x+b") as stream,
@@ -175,16 +175,16 @@ def pull_file(
 def _here(pieces: Sequence[Descriptor], store: Store) -> tuple[dict[str, Path], list[Descriptor]]:
     """Return the paths of the pieces that `store` has, as segments or from earlier pulls, and the other pieces."""
     places = {blob.digest: store.blobs.path(blob.digest) for blob in pieces if store.blobs.has(blob)}
-    wanted = {blob.digest.partition(":")[2]: blob for blob in pieces if blob.digest not in places}
-    sizes = {blob.size for blob in wanted.values()}
+    descriptors = {blob.digest.partition(":")[2]: blob for blob in pieces if blob.digest not in places}
+    sizes = {blob.size for blob in descriptors.values()}
     for index in sorted((store.root / "segments").glob("*.index")):
         data = index.with_suffix(".data")
         if not data.is_file() or data.stat().st_size not in sizes:  # reading an index takes longer
             continue
         sha256 = stored(store, index.stem)
-        if sha256 in wanted and (path := segment_file(store, index.stem, sha256)) is not None:
+        if sha256 in descriptors and (path := segment_file(store, index.stem, sha256)) is not None:
             places[f"sha256:{sha256}"] = path
-    return places, [blob for blob in wanted.values() if blob.digest not in places]
+    return places, [blob for blob in descriptors.values() if blob.digest not in places]
 
 
 def judge_pushed(registry: Registry, store: Store, trust: TrustTable, recipe: str) -> tuple[str, TrustVerdict]:

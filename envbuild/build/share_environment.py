@@ -145,12 +145,12 @@ def pull_environment(
                 wanted.append(inputs[home, sha256])
         fetched += fetch([f"sha256:{one.sha256}" for one in wanted])
         quota, names = Quota(environment.site.limits), list[str]()
-        for one in wanted:
-            names.append(one.named(blob := store.blobs.path(f"sha256:{one.sha256}")))
+        for build_input in wanted:
+            names.append(build_input.named(blob := store.blobs.path(f"sha256:{build_input.sha256}")))
             count_files(blob, names[-1], quota)
-        for one, name in zip(wanted, names, strict=True):
-            link_or_copy(store.blobs.path(f"sha256:{one.sha256}"), folder / "new")
-            store.adopt(folder / "new", one.sha256, name, one.folder)
+        for build_input, name in zip(wanted, names, strict=True):
+            link_or_copy(store.blobs.path(f"sha256:{build_input.sha256}"), folder / "new")
+            store.adopt(folder / "new", build_input.sha256, name, build_input.folder)
         made = make_environment(kind, plan, trainer, environment, out, offline=True, verify=verify, digest=about.digest)
     size = sum(sizes[digest].size for digest in set(about.files.values()))
     return PulledArtifact(made.path, made.digest, made.target, size, fetched, made.receipt)

@@ -236,8 +236,8 @@ def _natively(
 
 def _beside(file: OutputFile, stack: ExitStack) -> Path:
     """Return a temporary path for writing a file before it is moved: its name in a folder that `stack` removes."""
-    wanted = absolute_path(file.path)
-    return stack.enter_context(atomic.staged(wanted)) / wanted.name
+    path = absolute_path(file.path)
+    return stack.enter_context(atomic.staged(path)) / path.name
 
 
 def _by_engine(build: _Build, blobs: Blobs, manifest: Descriptor) -> list[Result]:

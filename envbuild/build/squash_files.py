@@ -102,13 +102,13 @@ def composed(
         entries, digest = list(_normalised(merging.entries())), ""
         if merging.has(FILE_NAME):
             # The one in the last layer is of the layers, and not of this tree.
-            text = render(SQUASHFS, _rows_of((one.entry, _sha256(one, segments)) for one in entries))
+            text = render(SQUASHFS, _rows_of((entry.entry, _sha256(entry, segments)) for entry in entries))
             digest, made = digest_of(text), Entry(FILE_NAME, FILE, 0o644, len(text), mtime=mtime)
             add("the manifest", [(made, text)])
             # All other entries stay as they are, so the tree is not walked again.
             entries = [
-                MergedEntry(normalised(made) or made, len(segments) - 1, 0) if one.entry.path == FILE_NAME else one
-                for one in entries
+                MergedEntry(normalised(made) or made, len(segments) - 1, 0) if entry.entry.path == FILE_NAME else entry
+                for entry in entries
             ]
         choice = choose(entries, segments)
         size = estimate(entries, choice)

@@ -32,10 +32,10 @@ def is_current(path: Path, state: State, python: str | None = None) -> bool:
         return False
 
 
-def build(wanted: FolderBuild) -> State:
+def build(folder_build: FolderBuild) -> State:
     """Build the environment, which can be moved anywhere, and return its state. Raises BuildError and HostError."""
-    plan, environment, staged = wanted.plan, wanted.environment, wanted.staged
-    python = provide_python(wanted.python or plan.python, environment, offline=wanted.offline)
+    plan, environment, staged = folder_build.plan, folder_build.environment, folder_build.staged
+    python = provide_python(folder_build.python or plan.python, environment, offline=folder_build.offline)
     # --relocatable: the folder is built beside its final path and moved, so that no script may contain its path.
     creating = process.start(
         [
@@ -54,19 +54,19 @@ def build(wanted: FolderBuild) -> State:
     )
     try:
         with atomic.writing(environment.store.root):
-            located, own = locate(plan, wanted.trainer, environment, wanted.offline)
+            located, own = locate(plan, folder_build.trainer, environment, folder_build.offline)
         _, stderr = creating.communicate()
     except BaseException:
         process.stop([creating])
         raise
     if creating.returncode != 0:
-        raise _failure(creating, wanted, stderr.decode(errors="replace").strip())
+        raise _failure(creating, folder_build, stderr.decode(errors="replace").strip())
     options = ["--compile-bytecode"] if plan.compile_bytecode else []
-    folder.install_wheels(wanted, located, own, *options)
+    folder.install_wheels(folder_build, located, own, *options)
     locked = folder.locked_files([*located, *own], plan.python, staged)
-    keep_python(python.build, wanted.final, environment.store)
+    keep_python(python.build, folder_build.final, environment.store)
     path = os.path.realpath(interpreter(staged))
-    return folder.finish(wanted, own, python.version, path, locked, python_build=python.build)
+    return folder.finish(folder_build, own, python.version, path, locked, python_build=python.build)
 
 
 def command(path: Path, program: str, *arguments: str) -> list[str]:

@@ -106,8 +106,8 @@ def next_word(command: click.Command, args: Sequence[str], at: int = 0) -> int:
 
     `--` is such a word; without one, this is the number of `args`.
     """
-    options = [one for one in command.params if isinstance(one, click.Option)]
-    with_value = {name for one in options if not one.is_flag for name in one.opts}
+    options = [param for param in command.params if isinstance(param, click.Option)]
+    with_value = {name for option in options if not option.is_flag for name in option.opts}
     while at < len(args) and args[at].startswith("-") and args[at] not in ("-", "--"):
         at += 2 if args[at] in with_value else 1
     return min(at, len(args))
@@ -224,14 +224,14 @@ def attested_images(site: Site) -> Callable[[str, str], Path | None] | None:
         from envbuild.trust.policy import Signers
 
         environment = load_environment()
-        found = SignedBundles(digest, Signers.of(site.trust))
+        bundles = SignedBundles(digest, Signers.of(site.trust))
         if Path(name).is_file():
             for bundle in embedded(Path(name)).values():
-                found.add(bundle)
+                bundles.add(bundle)
         else:
             registry = registry_of(f"{name}@{digest}", site, environment.pip, environment.variables)
-            add_attached(found, registry, environment.store)
-        place = found.keep(environment.store)
+            add_attached(bundles, registry, environment.store)
+        place = bundles.keep(environment.store)
         if place is not None:
             log(f"{name}: receipt and attestations are those in it")
         return place

@@ -63,8 +63,8 @@ def targets(context: click.Context, parameter: click.Parameter, text: str) -> li
             loaded.append(load_recipe(find_recipe(name, folders)))
         except UsageError:
             continue
-    loaded = loaded or [one.loaded for one in list_recipes(folders) if one.loaded]
-    return _items(sorted({target for one in loaded for target in one.recipe.targets}), text)
+    loaded = loaded or [recipe.loaded for recipe in list_recipes(folders) if recipe.loaded]
+    return _items(sorted({target for recipe in loaded for target in recipe.recipe.targets}), text)
 
 
 def sites(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:

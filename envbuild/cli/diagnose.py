@@ -39,30 +39,30 @@ def diagnose_command(logs: tuple[str, ...], everything: bool, as_json: bool) -> 
         rows = [{"job": job, "logs": files, **one.as_json()} for job, files, one in found]
         print_json({"jobs": rows} if len(found) > 1 else found[0][2].as_json())
         return
-    for number, (job, files, one) in enumerate(found):
+    for number, (job, files, diagnosis) in enumerate(found):
         if len(found) > 1:
             name = f"job {job}" if job else "other logs"
             title = f"{name}: {', '.join(PurePath(log).name for log in files)}"
             click.echo(("\n" if number else "") + click.style(title, underline=True))
-        _show(one, everything)
+        _show(diagnosis, everything)
 
 
-def _show(found: Diagnosis, everything: bool) -> None:
-    known = any(one.kind == "cause" for one in found.findings)
-    if found.exception:
+def _show(diagnosis: Diagnosis, everything: bool) -> None:
+    known = any(finding.kind == "cause" for finding in diagnosis.findings)
+    if diagnosis.exception:
         title = (
             "The program's own words, which no rule explains:"
             if known
             else "No cause is known. The program's own words:"
         )
         click.echo(click.style(title, bold=True))
-        _quote(found.exception)
-    elif found.verdict == "symptom":
+        _quote(diagnosis.exception)
+    elif diagnosis.verdict == "symptom":
         click.echo(click.style("The log does not hold the cause, or no rule knows it. It shows:", bold=True))
     # Without a known cause, only the symptoms can be shown.
     hides = not everything and known
-    hidden = [one for one in found.findings if hides and one.kind == "symptom"]
-    for number, one in enumerate((f for f in found.findings if f not in hidden), start=1):
+    hidden = [finding for finding in diagnosis.findings if hides and finding.kind == "symptom"]
+    for number, one in enumerate((f for f in diagnosis.findings if f not in hidden), start=1):
         head = "" if one.kind == "cause" else f"{one.kind}: "
         click.echo(click.style(f"{number}. {head}{one.cause}", bold=one.kind == "cause") + f"  [{one.id}]")
         _quote(one.evidence[:_EVIDENCE])
@@ -71,11 +71,11 @@ def _show(found: Diagnosis, everything: bool) -> None:
         click.echo(click.style("   do: ", fg="green") + one.hint)
     if hidden:
         click.echo(f"Followed by: {', '.join(one.id for one in hidden)} (--all shows them)", err=True)
-    if not found.findings:
-        click.echo(f"Nothing was recognised in {found.lines} lines.", err=True)
-    if found.last and not found.findings and not found.exception:
+    if not diagnosis.findings:
+        click.echo(f"Nothing was recognised in {diagnosis.lines} lines.", err=True)
+    if diagnosis.last and not diagnosis.findings and not diagnosis.exception:
         click.echo("The last lines that speak of an error:", err=True)
-        _quote(found.last)
+        _quote(diagnosis.last)
 
 
 def _quote(lines: Sequence[Evidence]) -> None:
@@ -102,9 +102,9 @@ def lint_job_command(scripts: tuple[Path, ...], as_json: bool) -> None:
     from envbuild.jobs.schedulers import SCRIPT_FACTS
 
     problems = [problem for path in scripts for problem in lint_file(path, SCRIPT_FACTS)]
-    count = {level: sum(one.fault.level == level for one in problems) for level in LEVELS}
+    count = {level: sum(problem.fault.level == level for problem in problems) for level in LEVELS}
     if as_json:
-        print_json({"problems": [one.as_json() for one in problems], "count": count})
+        print_json({"problems": [problem.as_json() for problem in problems], "count": count})
     colours = {"error": "red", "warning": "yellow", "hint": "blue"}
     for one in [] if as_json else problems:
         level = click.style(one.fault.level, fg=colours[one.fault.level], bold=True)
@@ -113,7 +113,7 @@ def lint_job_command(scripts: tuple[Path, ...], as_json: bool) -> None:
         click.echo(click.style("    instead: ", fg="green") + one.instead)
     told = ", ".join(f"{number} {level}{'s' * (number != 1)}" for level, number in count.items())
     if count["error"]:
-        names = dict.fromkeys(one.file for one in problems if one.fault.level == "error")
+        names = dict.fromkeys(problem.file for problem in problems if problem.fault.level == "error")
         raise VerificationError(f"{', '.join(names)}: {told}", "each line says what to write instead")
     if not as_json:
         log(told if problems else "no faults were found")

@@ -62,7 +62,7 @@ def history_command(
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
     name = loaded.recipe.name
-    given = [row_of(one) for place in places for one in _receipts(place, name)]
+    given = [row_of(receipt) for place in places for receipt in _receipts(place, name)]
     rows = [row for row in merged(recorded(environment.store, name), given) if target in (None, row["target"])]
     if as_json:
         print_json({"recipe": name, "verifications": rows})
@@ -109,7 +109,7 @@ def _lines(rows: Iterable[Mapping[str, Any]], metrics: Iterable[str]) -> list[st
     rows = list(rows)
     # A failed verification measured something else than those that passed.
     figures = [row["performance"] if row["passed"] else {} for row in rows]
-    shown = [name for name in metrics if any(name in one for one in figures)]
+    shown = [name for name in metrics if any(name in figure for figure in figures)]
     table = [["verified at", "result", "lock", "torch", *(METRICS[name].title for name in shown)]]
     for row, one in zip(rows, figures, strict=True):
         result = "passed" if row["passed"] else f"failed: {', '.join(map(str, row['failed']))}"
@@ -117,7 +117,7 @@ def _lines(rows: Iterable[Mapping[str, Any]], metrics: Iterable[str]) -> list[st
         torch = str(row["versions"].get("torch") or "")
         table.append([row["verified_at"], result, row["lock"][len("sha256:") : _SHORT], torch, *cells])
     lines = [f"  {layout.printable(line)}" for line in layout.columns(table)]
-    drawn = [[METRICS[name].title, sparkline([one.get(name) for one in figures])] for name in shown]
+    drawn = [[METRICS[name].title, sparkline([figure.get(name) for figure in figures])] for name in shown]
     return [*lines, *(f"  {line}" for line in layout.columns(drawn) if drawn)]
 
 
@@ -174,7 +174,7 @@ def bisect_command(
     name = target or f"cpu-{host_arch()}"
     files = [find_lock(_lock_of(place, name, environment), name) for place in (good, bad)]
     try:
-        locks = [found for file in files if (found := read(file))]
+        locks = [lock for file in files if (lock := read(file))]
     except LockError as error:  # its hint is for the lock of a recipe: to remove it and make it again
         raise UsageError(
             error.message, "give two locks of wheels, TARGET.requirements.txt, of different times"
@@ -212,16 +212,16 @@ def _lock_of(place: Path, target: str, environment: Environment) -> Path:
 
 
 def _bisected_lines(result: Bisected) -> list[str]:
-    found = result.found
+    culprits = result.found
     named = "  and  ".join(", ".join(map(str, group)) for group in result.culprits())
-    single = len(found.groups) == 1
+    single = len(culprits.groups) == 1
     how = {
         True: "bad with these alone changed",
         False: "bad only with other packages of the second lock, too",
         None: "not tested with these alone changed: that environment cannot be built or judged",
-    }[found.alone]
+    }[culprits.alone]
     lines = [f"{'found' if single else 'found, together'}: {named}", f"  {how}"]
-    for title, mix in (("good without", found.good), ("bad with", found.bad)):
+    for title, mix in (("good without", culprits.good), ("bad with", culprits.bad)):
         if (test := result.of(mix)) is not None:
             lines.append(f"  {title}: {len(test.moved)} of {result.packages} packages of the second lock: {test.text}")
     return [*lines, f"  {len(result.tests)} builds"]

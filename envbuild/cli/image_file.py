@@ -103,16 +103,16 @@ def docker_command(
     if not options.dry_run:
         what = f"docker of {loaded.recipe.name}"
         with (
-            reported(options.report, [wish.beside(one.plan) for one in prepared], environment),
+            reported(options.report, [wish.beside(prepared_image.plan) for prepared_image in prepared], environment),
             step(f"building {what}", told=True),
         ):
             result = make_images(prepared, wish, environment, offline=options.offline)
-        summarise(what, {**result, "target": ", ".join(one.target.name for one in prepared)})
+        summarise(what, {**result, "target": ", ".join(prepared_image.target.name for prepared_image in prepared)})
         show(options.as_json, result, result["path"])
         return
     check_options(wish, len(prepared), environment)
-    for one in prepared:
-        show(options.as_json, {**one.plan.as_json(), "path": name}, *plan_lines(one.plan))
+    for image in prepared:
+        show(options.as_json, {**image.plan.as_json(), "path": name}, *plan_lines(image.plan))
     if not options.as_json:
         click.echo(name)
 
@@ -302,8 +302,10 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
         target = open_target(loaded, options.target, environment)
         with step(f"planning the image of {loaded.recipe.name} for {target.name}", told=True):
             bytecode = not options.no_bytecode
-            one = prepare_image(loaded, target, environment, bytecode=bytecode, verify=verify, **options.lock_use)
-            plan = one.plan
+            prepared_image = prepare_image(
+                loaded, target, environment, bytecode=bytecode, verify=verify, **options.lock_use
+            )
+            plan = prepared_image.plan
         of_recipe = wish(lambda kind: OutputFile(kind, ARTIFACTS[kind].default_path(plan.recipe, plan.target)))
         if options.dry_run:
             check_files(of_recipe)
@@ -314,7 +316,7 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
             reported(options.report, [file.path for file in of_recipe.files], environment),
             step(f"building {' and '.join(kinds)} of {what} for {plan.target}", told=True),
         ):
-            results = make_from_recipe(one, of_recipe, environment, offline=options.offline)
+            results = make_from_recipe(prepared_image, of_recipe, environment, offline=options.offline)
     told = [result.as_json() for result in results]
     for kind, made in zip(kinds, told, strict=True):
         summarise(f"{kind} of {what}", made)

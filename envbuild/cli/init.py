@@ -92,8 +92,8 @@ def init_command(
     draft, word = made.draft, command_word(made.loaded)
     artifact = artifact or made.loaded.recipe.environment
     following = [f"envbuild show {word}", f"envbuild lock {word}", f"envbuild {artifact} {word}"]
-    left = [{"place": one.place, "text": one.text, "reason": one.reason} for one in draft.lost]
-    carried = [asdict(one) for one in draft.carried]
+    left = [{"place": statement.place, "text": statement.text, "reason": statement.reason} for statement in draft.lost]
+    carried = [asdict(statement) for statement in draft.carried]
     about = {"path": str(made.path), "recipe": made.text, "next": following, "carried": carried, "not_carried": left}
     if draft.warning:
         about["warning"] = draft.warning
@@ -117,7 +117,7 @@ def report_import(made: ImportedRecipe) -> Iterator[str]:
         yield f"not carried: {len(draft.lost)}"
     for reason, statements in reasons.items():
         yield f"  {reason}:"
-        yield from (f"    {one.place}: {one.text}" for one in statements[:_SHOWN])
+        yield from (f"    {statement.place}: {statement.text}" for statement in statements[:_SHOWN])
         if len(statements) > _SHOWN:
             yield f"    and {len(statements) - _SHOWN} more; --json lists all"
     if made.before is not None:
@@ -134,7 +134,9 @@ def report_import(made: ImportedRecipe) -> Iterator[str]:
             f"note: Debian has no Python {python} for images: `envbuild lock {draft.name} --wheels` locks all that"
             f" `envbuild venv` needs; for images choose {' or '.join(debian)}, or a `base` in [image]"
         )
-    packages = [one.text for one in draft.carried if one.kind in ("requirement", "pin", "conda", "conda-pin")]
+    packages = [
+        statement.text for statement in draft.carried if statement.kind in ("requirement", "pin", "conda", "conda-pin")
+    ]
     if not packages:
         yield "note: the sources name no package that the recipe can have: add `requirements`"
     elif not any(re.match(r"(\S*::)?(py)?torch(?![\w.-])", text) for text in packages):
@@ -170,7 +172,7 @@ def _dialogue(name: str | None, target: str | None) -> tuple[str, str, str, list
     amd = ROCM.usual if "AMD" in facts.get("gpus", []) else ()
     usual = [*(tag for tag in CUDA.usual if tag[2:4] in majors), *amd] or ["cpu"]
     target = target or click.prompt("Target", default=f"{usual[-1]}-{host_arch()}", err=True)
-    statements = [Statement("requirement", one, "the terminal") for one in packages]
+    statements = [Statement("requirement", package, "the terminal") for package in packages]
     if Target.parse(target).family.gpu:
         # A site with a floor has measured that network; "roce" of an adapter is the fabric ib.
         known = [*load_site(os.environ).fabric.busbw_floor, *adapters(host)[0].facts["kinds"], "any"]

@@ -87,8 +87,8 @@ def inspect_command(
         _head(found)
     if layers or not packages:
         rows = [
-            [one["digest"], human_size(one["size"]) if one["size"] else "-", _short(one["title"])]
-            for one in found["layers"]
+            [layer["digest"], human_size(layer["size"]) if layer["size"] else "-", _short(layer["title"])]
+            for layer in found["layers"]
         ]
         _table("" if layers else "layers", rows)
     if contents and (packages or not layers):
@@ -208,46 +208,46 @@ def diff_command(a: str, b: str, target: str | None, files: bool, everything: bo
     """
     environment = load_environment()
     a, b = (_spelling(text, target, environment) for text in (a, b))
-    with open_artifacts((a, b), environment, target) as (one, other):
-        found = compare(one, other, files=files)
+    with open_artifacts((a, b), environment, target) as (reader, other):
+        comparison = compare(reader, other, files=files)
         sides: list[dict[str, Any]] = [
             {
                 "artifact": text,
                 "digest": side.about.digest or side.about.identity,
                 "receipt": receipt_of(side.about, exact=exact),
             }
-            for text, side in ((a, one), (b, other))
+            for text, side in ((a, reader), (b, other))
         ]
     for side in sides:
         if (receipt := side["receipt"]) and receipt["changed"]:
             log(f"{side['artifact']}: its receipt: {_receipt(receipt)}")
     if as_json:
-        changes = {key: getattr(found, name) for name, (key, _, _) in _PARTS.items()}
+        changes = {key: getattr(comparison, name) for name, (key, _, _) in _PARTS.items()}
         told = {
             "format": 1,
-            "equal": found.equal,
+            "equal": comparison.equal,
             "a": sides[0],
             "b": sides[1],
             **{key: None if part is None else [one.as_json() for one in part] for key, part in changes.items()},
-            "left_out": list(found.left_out),
-            "notes": list(found.notes),
+            "left_out": list(comparison.left_out),
+            "notes": list(comparison.notes),
         }
         print_json(told)
     else:
-        _show_changes(found, everything)
-    if not found.equal:
+        _show_changes(comparison, everything)
+    if not comparison.equal:
         sys.exit(1)
 
 
-def _show_changes(found: Comparison, everything: bool) -> None:
+def _show_changes(comparison: Comparison, everything: bool) -> None:
     counts = []
     for name, (_, one, several) in _PARTS.items():
-        if changes := getattr(found, name):
+        if changes := getattr(comparison, name):
             counts.append(f"{len(changes)} {one if len(changes) == 1 else several}")
-    same = "equal" if found.files is not None else "equal, files not compared"
+    same = "equal" if comparison.files is not None else "equal, files not compared"
     click.echo(f"different: {', '.join(counts)}" if counts else same)
     for name, (_, _, title) in _PARTS.items():
-        changes = getattr(found, name) or ()
+        changes = getattr(comparison, name) or ()
         shown = changes[:_LINES] if name == "files" and not everything else changes
         if shown:
             click.echo(f"{title}:")
@@ -257,10 +257,10 @@ def _show_changes(found: Comparison, everything: bool) -> None:
             click.echo(click.style(layout.fitted(f"  {sign} {line}"), fg=colour))
         if len(shown) < len(changes):
             click.echo(f"  … and {len(changes) - len(shown)} more; --all lists them")
-    for note in found.notes:
+    for note in comparison.notes:
         log(f"note: {note}")
-    if found.left_out:
-        log(f"not compared: {'; '.join(found.left_out)}")
+    if comparison.left_out:
+        log(f"not compared: {'; '.join(comparison.left_out)}")
 
 
 def _value(change: Change) -> str:

@@ -155,8 +155,8 @@ def job_command(
         warnings.append(
             f"the artifact was verified by --verify quick alone, and --submit refuses it: {full_hint(opened)}"
         )
-    for one in warnings:
-        log(f"warning: {one}")
+    for warning in warnings:
+        log(f"warning: {warning}")
     values = explained(plan)
     text = render(plan)
     hint = "name another file with --out, or another folder with --work"

@@ -463,18 +463,18 @@ def audit_command(recipes: Names, targets: Names, database: Path | None, ignore:
         "newest": done.newest.isoformat() if done.newest else None,
         "judged": done.judged,
         "not_in_database": done.unknown,
-        "ignored": [one.id for one in done.ignored],
+        "ignored": [advisory.id for advisory in done.ignored],
         "found": [
             {
-                "package": one.package.name,
-                "version": one.package.version,
-                "ecosystem": one.package.ecosystem,
-                "id": one.id,
-                "aliases": one.aliases,
-                "summary": one.summary,
-                "fixed": one.fixed,
+                "package": advisory.package.name,
+                "version": advisory.package.version,
+                "ecosystem": advisory.package.ecosystem,
+                "id": advisory.id,
+                "aliases": advisory.aliases,
+                "summary": advisory.summary,
+                "fixed": advisory.fixed,
             }
-            for one in done.found
+            for advisory in done.found
         ],
     }
     rows = [
@@ -486,6 +486,6 @@ def audit_command(recipes: Names, targets: Names, database: Path | None, ignore:
     log(f"{done.judged} packages looked up{others}: {len(done.found)} vulnerabilities")
     if done.found:
         raise VerificationError(
-            f"{len({one.package for one in done.found})} packages have known vulnerabilities",
+            f"{len({advisory.package for advisory in done.found})} packages have known vulnerabilities",
             "upgrade them: envbuild lock RECIPE --upgrade=PKG; or ignore one with its reason: `ignore` in [audit]",
         )

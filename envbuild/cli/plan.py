@@ -113,24 +113,24 @@ def layers_command(recipe: str | None, place: str, options: BuildOptions) -> Non
         built = image_layers(image, environment, offline=options.offline)
     else:
         every = for_host(loaded, target, environment)
-        found = before_environment(every)
-        for late in (one for one in every.every if one not in found.sources):
+        requested_layers = before_environment(every)
+        for late in (layer for layer in every.every if layer not in requested_layers.sources):
             log(f"{late.name} is compiled with its environment: envbuild venv")
-        built = build_layers(found, loaded.folder, environment, offline=options.offline)
+        built = build_layers(requested_layers, loaded.folder, environment, offline=options.offline)
     if not built and not options.as_json:
         log(f"{loaded.recipe.name} builds nothing from source for {target.name}")
     layers = [
         {
-            "name": one.source.name,
-            "version": one.source.version,
-            "digest": one.source.digest,
-            "files": one.listed.digest,
-            "path": str(one.folder),
+            "name": folder.source.name,
+            "version": folder.source.version,
+            "digest": folder.source.digest,
+            "files": folder.listed.digest,
+            "path": str(folder.folder),
         }
-        for one in built
+        for folder in built
     ]
     about = {"recipe": loaded.recipe.name, "target": target.name, "layers": layers}
-    show(options.as_json, about, *(one.folder for one in built))
+    show(options.as_json, about, *(folder.folder for folder in built))
 
 
 @click.command("bundle")
@@ -234,9 +234,9 @@ def matrix_command(
         chosen = _changed(chosen, changed_since)
     jobs, omitted = matrix.make_jobs(chosen, labels, environment, artifacts=artifacts, targets=targets)
     unlocked = [one for one in omitted if strict and isinstance(one.error, LockError)]
-    for one in omitted:
-        if one not in unlocked:
-            log(str(one))
+    for omission in omitted:
+        if omission not in unlocked:
+            log(str(omission))
     if unlocked:
         raise LockError("\n".join(map(str, unlocked)), "leave --strict out to list the others")
     form = form or ("table" if sys.stdout.isatty() else "json")
@@ -267,9 +267,9 @@ def _choose(names: Names, environment: Environment) -> list[matrix.SelectedRecip
 
 def _changed(chosen: list[matrix.SelectedRecipe], revision: str) -> list[matrix.SelectedRecipe]:
     top, files = matrix.changes_since(revision, Path())
-    for one in chosen:
-        folders = [one.loaded.folder, *([one.loaded.code.root] if one.loaded.code else [])]
-        for folder in (one.resolve() for one in folders):
+    for recipe in chosen:
+        folders = [recipe.loaded.folder, *([recipe.loaded.code.root] if recipe.loaded.code else [])]
+        for folder in (path.resolve() for path in folders):
             if not folder.is_relative_to(top.resolve()):
-                log(f"{one.name}: {folder} is not in this checkout, so nothing in it counts as changed")
+                log(f"{recipe.name}: {folder} is not in this checkout, so nothing in it counts as changed")
     return matrix.changed_recipes(chosen, top.resolve(), files)

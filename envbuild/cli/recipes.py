@@ -66,7 +66,7 @@ def list_command(as_json: bool) -> None:
         )
         if recipe:
             described = [recipe.description] if recipe.description else []
-            cells = [*described, f"[{', '.join(_locked_target(*one) for one in locks.items())}]"]
+            cells = [*described, f"[{', '.join(_locked_target(*lock) for lock in locks.items())}]"]
         else:
             cells = ["broken: " + (error or "").partition("\n")[0]]
         lines.append(layout.entry(entry.name, [*cells, str(entry.path)], column, columns))
@@ -76,7 +76,7 @@ def list_command(as_json: bool) -> None:
 def _locked(loaded: LoadedRecipe) -> dict[str, dict[str, bool]]:
     """Return, for each target and each lock that its builds need, whether the lock exists and is current."""
     return {
-        name: {one.label: one.fault() is None for one in needed_locks(loaded, Target.parse(name))}
+        name: {lock_kind.label: lock_kind.fault() is None for lock_kind in needed_locks(loaded, Target.parse(name))}
         for name in loaded.recipe.targets
     }
 
@@ -143,12 +143,12 @@ def show_command(recipe: str | None, as_json: bool) -> None:
             say(f"    index {index}")
         if target.conda:
             say(f"    conda {', '.join(target.conda)}")
-        for state in (one for key, one in locks.items() if key.partition(" ")[0] == name):
+        for state in (state for key, state in locks.items() if key.partition(" ")[0] == name):
             packages = f"{len(state.lock.packages)} packages" if state.lock else "none"
             say(f"    lock {state.path}: {packages}, {state.fault or 'current'}")
         for kind in ("image", "builder"):
-            if found := states.get(kind, {}).get(name):
-                say(f"    {kind} lock {found.path}: {found.fault or 'current'}")
+            if lock_state := states.get(kind, {}).get(name):
+                say(f"    {kind} lock {lock_state.path}: {lock_state.fault or 'current'}")
         if name in conda:
             say(f"    conda lock {conda[name].path}: {_conda_lock(conda[name])}")
     verify = table.verify

@@ -178,8 +178,8 @@ def _write(entries: Sequence[ReportEntry], page: Path) -> None:
 def _state(path: Path) -> tuple[int, int] | None:
     """Return what differs when a file was written again, None without one."""
     with suppress(OSError):
-        found = os.stat(path)
-        return found.st_ino, found.st_mtime_ns
+        status = os.stat(path)
+        return status.st_ino, status.st_mtime_ns
     return None
 
 

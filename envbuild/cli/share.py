@@ -140,10 +140,15 @@ def _push_layout(text: str, registry: Registry, environment: Environment) -> tup
     folder, tag = folder_and_tag(text)
     pulled = layout_image(folder, tag)
     manifest = pulled.manifest
-    wanted = [manifest.config, *manifest.layers]
-    with transfer(f"pushing to {registry.reference}", sum(blob.size for blob in wanted)) as on_progress:
+    descriptors = [manifest.config, *manifest.layers]
+    with transfer(f"pushing to {registry.reference}", sum(blob.size for blob in descriptors)) as on_progress:
         pushed = registry.push(
-            pulled.blobs, wanted, manifest.raw, manifest.media_type, registry.reference.pointer, on_progress=on_progress
+            pulled.blobs,
+            descriptors,
+            manifest.raw,
+            manifest.media_type,
+            registry.reference.pointer,
+            on_progress=on_progress,
         )
     return manifest.digest, manifest.digest, pushed
 

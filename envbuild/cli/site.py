@@ -58,7 +58,9 @@ def doctor_command(offline: bool, as_json: bool) -> None:
     useless = all(steps["build"].status == "fail" for steps in verdicts.values())
     if as_json:
         shown = {area: [finding.as_json() for finding in findings] for area, findings in areas.items()}
-        artifacts = {kind: {step: one.as_json() for step, one in steps.items()} for kind, steps in verdicts.items()}
+        artifacts = {
+            kind: {step: verdict.as_json() for step, verdict in steps.items()} for kind, steps in verdicts.items()
+        }
         print_json({"usable": not useless, "areas": shown, "artifacts": artifacts})
     else:
         if every:
@@ -99,14 +101,14 @@ def _show_faults(areas: Mapping[str, Sequence[HostFinding]]) -> None:
     table.add_column(min_width=max(map(len, areas)))
     table.add_column(overflow="fold")
     for area, findings in areas.items():
-        faults = [one for one in findings if one.status in ("warn", "fail")]
-        fine = ", ".join(one.name for one in findings if one.status == "ok")
+        faults = [host_finding for host_finding in findings if host_finding.status in ("warn", "fail")]
+        fine = ", ".join(host_finding.name for host_finding in findings if host_finding.status == "ok")
         table.add_row(Text(area, style="bold"), f"ok: {fine}" if fine else "" if faults else "nothing here")
-        for one in faults:
-            mark = Text(_MARKS[one.status].rjust(len(area)), style=_STYLES[one.status])
-            cell = Text(f"{one.name}: {layout.printable(one.what)}")
-            if one.hint:
-                cell.append(f"\n→ {layout.printable(one.hint)}", style="dim")
+        for finding in faults:
+            mark = Text(_MARKS[finding.status].rjust(len(area)), style=_STYLES[finding.status])
+            cell = Text(f"{finding.name}: {layout.printable(finding.what)}")
+            if finding.hint:
+                cell.append(f"\n→ {layout.printable(finding.hint)}", style="dim")
             table.add_row(mark, cell)
     number = sum(map(len, areas.values()))
     _print(table, "", f"All {number} findings: envbuild doctor --verbose", "")
@@ -121,7 +123,9 @@ def _show_artifacts(verdicts: Mapping[str, Mapping[str, StepVerdict]]) -> None:
         wide.add_column(title, overflow="fold")
     for kind, steps in verdicts.items():
         name: Any = Text(kind, style="bold")
-        cells = {step: Text(layout.printable(one.what), style=_STYLES[one.status]) for step, one in steps.items()}
+        cells = {
+            step: Text(layout.printable(verdict.what), style=_STYLES[verdict.status]) for step, verdict in steps.items()
+        }
         wide.add_row(name, *cells.values())
         for step, cell in cells.items():
             narrow.add_row(name, step, cell)
@@ -248,11 +252,11 @@ def show_command(site: str | None, everything: bool, as_file: bool, as_json: boo
     for value in values:
         if everything or value.given:
             tables.setdefault(value.table, []).append(value)
-    for table, said in tables.items():
+    for table, settings in tables.items():
         if table:
             name = f"registries.{toml_key(table[11:])}" if table.startswith("registries.") else table
             click.echo(f"\n[{name}]")
-        for line in layout.columns([(_setting(row), f"# {row.origin}") for row in said], most=60):
+        for line in layout.columns([(_setting(row), f"# {row.origin}") for row in settings], most=60):
             click.echo(line)
     if not tables:
         click.echo("# nothing is said; --all shows defaults, `envbuild site init` writes a file")
@@ -285,7 +289,7 @@ def check_command(site: str | None, offline: bool, as_json: bool) -> None:
     # The site file is judged below; this is only the way in which this host reaches mirrors.
     environment = this_host(variables, offline=offline).environment
     findings = check_site(site, variables, environment, offline=offline)
-    wrong, doubtful = (sum(one.status == status for one in findings) for status in ("fail", "warn"))
+    wrong, doubtful = (sum(finding.status == status for finding in findings) for status in ("fail", "warn"))
     name = f"site {site or 'in force'}"
     if as_json:
         print_json({"passed": not wrong, "findings": [f.as_json() for f in findings]})
@@ -307,10 +311,10 @@ def list_command(as_json: bool) -> None:
     """
     from envbuild.site.settings import named_sites
 
-    found = named_sites(os.environ)
-    column, width = max(map(len, found), default=0), layout.width()
-    sites = [{"name": name, "path": str(path)} for name, path in found.items()]
-    entries = (layout.entry(name, [_about(path), f"({path})"], column, width) for name, path in found.items())
+    paths = named_sites(os.environ)
+    column, width = max(map(len, paths), default=0), layout.width()
+    sites = [{"name": name, "path": str(path)} for name, path in paths.items()]
+    entries = (layout.entry(name, [_about(path), f"({path})"], column, width) for name, path in paths.items())
     show(as_json, {"sites": sites}, *entries)
 
 
@@ -362,15 +366,15 @@ def effective_settings(
             tables[one] = asdict(value)
         else:
             tables[""][one] = value
-    found = [
+    settings = [
         EffectiveSetting(table, redact(key), _shown(value), _origin(site, table, key))
         for table, values in tables.items()
         for key, value in values.items()
     ]
     if name is None and env.get("ENVBUILD_STORE"):
-        found[0] = replace(found[0], origin="ENVBUILD_STORE")
+        settings[0] = replace(settings[0], origin="ENVBUILD_STORE")
     # A site that is not in force has no store but that of its file.
-    return site, found if name is None or found[0].given else found[1:]
+    return site, settings if name is None or settings[0].given else settings[1:]
 
 
 def _origin(site: Site, table: str, key: str) -> str:

@@ -76,22 +76,23 @@ def status_command(as_json: bool) -> None:
       envbuild store status --json | jq .unused
     """
     store, now = load_environment().store, time.time()
-    found = items(store)
+    store_items = items(store)
     kinds: dict[str, list[StoreItem]] = {}
-    for item in found:
+    for item in store_items:
         kinds.setdefault(item.kind, []).append(item)
-    used = {recipe: [item for item in found if item.name in names] for recipe, names in recipes(store).items()}
+    used = {recipe: [item for item in store_items if item.name in names] for recipe, names in recipes(store).items()}
     value: dict[str, Any] = {
         "store": str(store.root),
-        "items": len(found),
-        "bytes": _size(found),
+        "items": len(store_items),
+        "bytes": _size(store_items),
         "kinds": [{"kind": kind, "items": len(those), "bytes": _size(those)} for kind, those in kinds.items()],
         "recipes": [
             {"recipe": recipe, "bytes": _size(those), "own_bytes": _size(filter(own_items(store, recipe), those))}
             for recipe, those in used.items()
         ],
         "unused": [
-            {"days": days, "bytes": _size(item for item in found if item.used < now - days * 86400)} for days in _AGES
+            {"days": days, "bytes": _size(item for item in store_items if item.used < now - days * 86400)}
+            for days in _AGES
         ],
     }
     rows = [[row["kind"], f"{row['items']} items", human_size(row["bytes"])] for row in value["kinds"]]
@@ -100,7 +101,7 @@ def status_command(as_json: bool) -> None:
         for row in value["recipes"]
     ]
     rows += [[f"not used for {row['days']} days", "", human_size(row["bytes"])] for row in value["unused"]]
-    rows.append([f"{store.root}", f"{len(found)} items", human_size(value["bytes"])])
+    rows.append([f"{store.root}", f"{len(store_items)} items", human_size(value["bytes"])])
     show(as_json, value, *layout.columns(rows))
 
 
@@ -134,8 +135,8 @@ def prune_command(older_than: str | None, keep: str | None, recipe: str | None, 
     if recipe and recipe not in recipes(store):
         known = ", ".join(recipes(store)) or "none"
         raise UsageError(f"--recipe {recipe}: nothing in the store is known to be of it", f"known: {known}")
-    found = items(store)
-    chosen = choose(found, time.time(), older_s=older_s, keep=most, only=only)
+    store_items = items(store)
+    chosen = choose(store_items, time.time(), older_s=older_s, keep=most, only=only)
     removal = Removal(tuple(chosen), ()) if dry_run or not chosen else remove(store, chosen)
     removed, held = removal.removed, removal.held
     value = {
@@ -143,7 +144,7 @@ def prune_command(older_than: str | None, keep: str | None, recipe: str | None, 
         "removed": [{"kind": item.kind, "path": str(store.root / item.name), "bytes": item.size} for item in removed],
         "bytes": (gone := _size(removed)),
         "held": [str(store.root / item.name) for item in held],
-        "left": (left := _size(found) - _size(removed)),
+        "left": (left := _size(store_items) - _size(removed)),
     }
     rows = [[item.name, item.kind, human_size(item.size)] for item in removed] if dry_run else []
     show(as_json, value, *(layout.columns(rows) if rows else []))

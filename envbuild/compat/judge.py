@@ -91,7 +91,7 @@ def judge(stack: Stack, rows: Rows | None = None) -> list[CompatFinding]:
         _rule_links,
         _release_links,
     )
-    return [found for link in links for found in link(stack, rows)]
+    return [compat_finding for link in links for compat_finding in link(stack, rows)]
 
 
 def _glibc_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
@@ -270,18 +270,18 @@ def _libfabric_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
         text = f"aws-ofi-nccl {stack.plugin} needs libfabric, and the recipe names none"
         fix = 'add [layers.libfabric], with kind = "host" where the nodes have it'
         return [finding("unknown", "libfabric", text, fix)]
-    what, found = f"libfabric {stack.libfabric}", []
+    what, findings = f"libfabric {stack.libfabric}", []
     row, plugin = row_of(rows.libfabric, stack.libfabric), row_of(rows.plugins, stack.plugin)
     if plugin is not None:
         enough = matches(stack.libfabric, plugin.libfabric)
         need = f"aws-ofi-nccl {stack.plugin} needs libfabric {plugin.libfabric}"
         if enough is False:
             fix = f"take libfabric {plugin.libfabric} ([layers.libfabric] version)"
-            found.append(finding("bad", "libfabric", f"{need}, here is {stack.libfabric}", fix, by=plugin))
+            findings.append(finding("bad", "libfabric", f"{need}, here is {stack.libfabric}", fix, by=plugin))
         elif enough:
-            found.append(finding("good", "libfabric", f"{need}: {stack.libfabric}", by=plugin))
+            findings.append(finding("good", "libfabric", f"{need}: {stack.libfabric}", by=plugin))
     if row is None:
-        return [*found, finding("unknown", "libfabric", f"no row says what {what} has", LOOK_IT_UP)]
+        return [*findings, finding("unknown", "libfabric", f"no row says what {what} has", LOOK_IT_UP)]
     if stack.libfabric_origin == "host":
         text = (
             f"{what} is the nodes': what is built against it must run with symbol version {row.symbol}"
@@ -289,7 +289,7 @@ def _libfabric_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
         )
     else:
         text = f"{what} has symbol version {row.symbol}: what is built against it needs that where it runs"
-    return [*found, finding("note", "libfabric", text, by=row)]
+    return [*findings, finding("note", "libfabric", text, by=row)]
 
 
 def _provider_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
@@ -303,46 +303,50 @@ def _provider_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
             return [finding("note", "fabric", f"{text}; aws-ofi-nccl is built and not used", by=fabric)]
         return [finding("good", "fabric", text, by=fabric)] if fabric.nccl_net and stack.gpus else []
     needs = f"fabric {stack.fabric!r} is libfabric's provider {fabric.provider!r}"
-    found = []
+    findings = []
     if stack.gpus and stack.plugin is None:
         fix = "add [layers.aws-ofi-nccl] and [layers.libfabric], or set another fabric"
         if stack.base:
             text = f"{needs}; whether the base image has aws-ofi-nccl is not known"
-            found.append(finding("unknown", "fabric", text, f"see that it has, or {fix}"))
+            findings.append(finding("unknown", "fabric", text, f"see that it has, or {fix}"))
         else:
             text = f"{needs}, and nothing brings aws-ofi-nccl, by which NCCL reaches it"
-            found.append(finding("bad", "fabric", text, fix, by=fabric))
+            findings.append(finding("bad", "fabric", text, fix, by=fabric))
     row = row_of(rows.libfabric, stack.libfabric)
     if row is None:
-        return found
+        return findings
     if fabric.provider in row.providers:
         text = f"{needs}, which libfabric {stack.libfabric} has"
-        return [*found, finding("good", "fabric", text, by=row)]
-    have = [one.versions for one in rows.libfabric if fabric.provider in one.providers]
+        return [*findings, finding("good", "fabric", text, by=row)]
+    have = [libfabric.versions for libfabric in rows.libfabric if fabric.provider in libfabric.providers]
     fix = f"take libfabric {have[0]} or newer" if have else "set another fabric"
     text = f"{needs}, which libfabric {stack.libfabric} does not have"
-    return [*found, finding("bad", "fabric", text, f"{fix} ([layers.libfabric] version)", by=row)]
+    return [*findings, finding("bad", "fabric", text, f"{fix} ([layers.libfabric] version)", by=row)]
 
 
 def _rule_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
-    found = []
+    findings = []
     for rule in rows.rules:
         if applies(rule, stack):
             has = ", ".join(_said(name, stack) for name in rule.when)
-            found.append(finding(rule.status, rule.subject, f"{rule.reason} ({has})", rule.fix, by=rule))
-    return found
+            findings.append(finding(rule.status, rule.subject, f"{rule.reason} ({has})", rule.fix, by=rule))
+    return findings
 
 
 def _release_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
     """Check the requirements of releases on the default index, and the Pythons for which they have wheels."""
-    found = []
+    findings = []
     release = rows.release(stack.torch, stack.arch) if stack.torch and stack.torch_origin == "recipe" else None
     if release and UNKNOWN not in release.python and stack.python not in release.python:
         pythons = f"Python {_range(release.python)} on {stack.arch}, not {stack.python}"
-        having = [one.version for one in rows.releases if one.arch == stack.arch and stack.python in one.python]
+        having = [
+            release.version
+            for release in rows.releases
+            if release.arch == stack.arch and stack.python in release.python
+        ]
         fix = f'take torch {having[-1]}, or set python = "{release.python[-1]}"' if having else "take another Python"
         text = f"torch {release.version} has wheels for {pythons}"
-        found.append(finding("bad", "packages", text, fix, by=release))
+        findings.append(finding("bad", "packages", text, fix, by=release))
     versions = dict(stack.packages)
     for row in rows.packages:
         if key(versions.get(row.name, "")) != key(row.version) or stack.torch_origin == "conda":
@@ -351,13 +355,13 @@ def _release_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
         if stack.torch and matches(stack.torch, row.torch) is False:
             text, wanted = f"{what} requires torch{row.torch}, here is {stack.torch}", row.torch.removeprefix("==")
             fix = f"take torch {wanted}, or another {row.name}"
-            found.append(finding("bad", "packages", text, fix, by=row))
+            findings.append(finding("bad", "packages", text, fix, by=row))
         if matches(stack.python, row.requires_python) is False or (row.wheels and stack.python not in row.wheels):
             pythons = _range(row.wheels) if row.wheels else row.requires_python
             fix = f"take another {row.name}, or another Python"
             text = f"{what} is for Python {pythons}, not {stack.python}"
-            found.append(finding("bad", "packages", text, fix, by=row))
-    return found
+            findings.append(finding("bad", "packages", text, fix, by=row))
+    return findings
 
 
 def _range(versions: tuple[str, ...]) -> str:

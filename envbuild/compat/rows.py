@@ -23,13 +23,13 @@ Key = tuple[tuple[int, ...], int]
 
 def key(version: str) -> Key | None:
     """Return the sort key of a version, or None if it does not begin with a number."""
-    found = _RELEASE.fullmatch(version.strip())
-    if found is None:
+    match = _RELEASE.fullmatch(version.strip())
+    if match is None:
         return None
-    numbers = [int(part) for part in found[1].split(".")]
+    numbers = [int(part) for part in match[1].split(".")]
     while numbers and numbers[-1] == 0:
         numbers.pop()
-    return tuple(numbers), 0 if _BEFORE.match(found[2]) else 1
+    return tuple(numbers), 0 if _BEFORE.match(match[2]) else 1
 
 
 def older(version: str, than: str) -> bool | None:

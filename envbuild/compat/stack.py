@@ -116,8 +116,8 @@ def _conda_cuda(found: Mapping[str, str]) -> str | None:
 def _pins(requirements: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Yield names and versions of exactly pinned requirements."""
     for name, rest in map(requirement_parts, requirements):
-        if found := _PIN.fullmatch(rest):
-            yield name, found[1]
+        if match := _PIN.fullmatch(rest):
+            yield name, match[1]
 
 
 def _with_nccl(stack: Stack, target: Target, found: Mapping[str, str]) -> Stack:

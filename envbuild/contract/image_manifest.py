@@ -149,7 +149,7 @@ def _parsed(line: bytes) -> tuple[str, PathRow]:
     return path, PathRow(kind, mode, uid, gid, size, value, found)
 
 
-def compare(manifest: FileManifest, found: Mapping[str, PathRow], form: str) -> FileReport:
+def compare(manifest: FileManifest, path_rows: Mapping[str, PathRow], form: str) -> FileReport:
     """Compare the paths of an image in `form` with its manifest; paths in the report begin with a slash.
 
     Files that a docker daemon adds to each container are left out. An image that another tool converted from layers
@@ -159,14 +159,14 @@ def compare(manifest: FileManifest, found: Mapping[str, PathRow], form: str) -> 
     converted = form != manifest.form
     ignored = _RUNTIMES if converted else _DOCKERS if form == OCI else frozenset()
     judged = _converted if converted else _exported if form == OCI else _exact
-    wanted = dict(_judged(manifest.rows, ignored, judged))
-    now = dict(_judged(found, ignored, judged))
+    rows = dict(_judged(manifest.rows, ignored, judged))
+    now = dict(_judged(path_rows, ignored, judged))
     report = FileReport()
-    files = [row for row in found.values() if row.kind == _FILE]
+    files = [row for row in path_rows.values() if row.kind == _FILE]
     report.files, report.bytes = len(files), sum(row.size for row in files)
-    report.missing = [f"/{path}" for path in sorted(wanted.keys() - now.keys())]
-    report.unowned = [f"/{path}" for path in sorted(now.keys() - wanted.keys())]
-    report.altered = [f"/{path}" for path in sorted(now.keys() & wanted.keys()) if now[path] != wanted[path]]
+    report.missing = [f"/{path}" for path in sorted(rows.keys() - now.keys())]
+    report.unowned = [f"/{path}" for path in sorted(now.keys() - rows.keys())]
+    report.altered = [f"/{path}" for path in sorted(now.keys() & rows.keys()) if now[path] != rows[path]]
     return report
 
 
@@ -185,7 +185,7 @@ def _exact(_: str, row: PathRow) -> PathRow:
 
 def _exported(_: str, row: PathRow) -> PathRow:
     # The only attribute that docker exports.
-    kept = tuple(one for one in row.xattrs if one[0] == "security.capability")
+    kept = tuple(xattr for xattr in row.xattrs if xattr[0] == "security.capability")
     return replace(row, xattrs=kept) if kept != row.xattrs else row
 
 

@@ -65,7 +65,7 @@ class LayerList:
     @property
     def licences(self) -> tuple[str, ...]:
         """The paths of the licence texts among the files."""
-        return tuple(one.path for one in self.files if one.path.startswith(f"share/licenses/{self.name}/"))
+        return tuple(file.path for file in self.files if file.path.startswith(f"share/licenses/{self.name}/"))
 
     @property
     def digest(self) -> str:
@@ -81,7 +81,7 @@ class LayerList:
             "version": self.version,
             "source": self.sha256,
             "licences": self.licences,
-            "files": [one.row() for one in self.files],
+            "files": [file.row() for file in self.files],
         }
         return (json.dumps(data, indent=1) + "\n").encode()
 
@@ -103,18 +103,18 @@ def list_files(folder: Path, known: Mapping[str, str] = {}) -> tuple[LayerFile, 
         for path in (os.path.join(parent, name) for name in folders)
         if os.path.islink(path)
     )
-    found = []
+    files = []
     for path in (*walk_files(folder), *linked):
         info = os.lstat(path)
         name = os.path.relpath(path, folder)
         if stat.S_ISLNK(info.st_mode):
-            found.append(LayerFile(name, target=os.readlink(path)))
+            files.append(LayerFile(name, target=os.readlink(path)))
         elif stat.S_ISREG(info.st_mode):
             digest = known.get(name) or file_digest(path).hex()
-            found.append(LayerFile(name, info.st_size, digest, executable=bool(info.st_mode & 0o111)))
+            files.append(LayerFile(name, info.st_size, digest, executable=bool(info.st_mode & 0o111)))
         else:
             raise ValueError(f"{name} is neither file nor link")
-    return tuple(sorted(found, key=lambda one: one.path))
+    return tuple(sorted(files, key=lambda one: one.path))
 
 
 def parse_list(text: bytes) -> LayerList:

@@ -128,7 +128,7 @@ def recorded_gpu_code(receipt: Mapping[str, Any]) -> dict[str, Containers]:
     """Return the containers of each library from the check `gpus` of a receipt; {} for a receipt without this check."""
     try:
         found: Mapping[str, Any] = next(
-            (one["evidence"]["libraries"] for one in receipt["checks"] if one["name"] == "gpus"), {}
+            (check["evidence"]["libraries"] for check in receipt["checks"] if check["name"] == "gpus"), {}
         )
         return {
             path: Containers({tuple(codes.split()): int(count) for codes, count in one.items()})

@@ -76,7 +76,7 @@ class State:
         """sha256 over kind, target, interpreter version, and the recorded content of every package and layer."""
         content: list[Any] = [self.artifact, self.target, self.python_version, [list(p) for p in self.packages]]
         if self.layers:  # the digest of environments without layers must not change
-            content.append([[one.name, one.version, one.files, one.path] for one in self.layers])
+            content.append([[layer.name, layer.version, layer.files, layer.path] for layer in self.layers])
         return json_digest(content)
 
     @property
@@ -124,7 +124,9 @@ def has_packages(root: Path, state: State, found: Iterable[tuple[str, str]]) -> 
     The lists of its source layers must exist, too; their content is not read.
     """
     packages = {(name, version) for name, version, _ in state.packages}
-    return set(found) == packages and all((root / list_path(one.name)).exists() for one in state.layers if one.files)
+    return set(found) == packages and all(
+        (root / list_path(layer.name)).exists() for layer in state.layers if layer.files
+    )
 
 
 def read_state(folder: Path) -> State | None:

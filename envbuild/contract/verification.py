@@ -38,9 +38,9 @@ def _metric_problem(text: str) -> str | None:
 
 
 def _bound_problem(text: str) -> str | None:
-    found = BOUND.fullmatch(text)
+    match = BOUND.fullmatch(text)
     try:
-        good = found is not None and math.isfinite(float(found[2]))
+        good = match is not None and math.isfinite(float(match[2]))
     except ValueError:
         good = False
     return None if good else f"{text!r} is no bound, such as '< 0.5' or '>= 90'"

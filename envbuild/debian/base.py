@@ -89,12 +89,12 @@ class PackageIndex:
     def providers(self, relation: Relation) -> list[Package]:
         """Return the packages that provide the name in `relation`, by name; a bound needs a versioned Provides."""
         needle = relation.name.encode()
-        found = [
+        packages = [
             package
             for package in self._providing.values()
             if needle in package.raw and any(map(relation.admits, package.provided().get(relation.name, ())))
         ]
-        return sorted(found, key=lambda package: package.name)
+        return sorted(packages, key=lambda package: package.name)
 
     def _add(self, paragraphs: Iterable[bytes], archive: str) -> None:
         for raw in paragraphs:
@@ -193,7 +193,12 @@ def _first(index: PackageIndex, group: Sequence[Relation]) -> frozenset[str]:
 def _check_conflicts(selection: _Selection) -> None:
     for name in sorted(selection.packages):
         package = selection.packages[name]
-        rows = [(kind, one) for kind in ("conflicts", "breaks") for group in package.relations(kind) for one in group]
+        rows = [
+            (kind, relation)
+            for kind in ("conflicts", "breaks")
+            for group in package.relations(kind)
+            for relation in group
+        ]
         for kind, relation in rows:
             for other in selection.meeting(relation):
                 # A package may exclude a name that it provides itself: it then is the only provider.

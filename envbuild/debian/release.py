@@ -76,23 +76,23 @@ def archives(
     Without `security_mirror`, a mirror ending in "/debian" is assumed to have "/debian-security" beside it.
     `date` is ISO 8601 in UTC.
     """
-    found = []
+    debian_suites = []
     if mirror:
         root = mirror.rstrip("/")
-        found += [DebianSuite(root, name) for name in suites(suite)[:2]]
+        debian_suites += [DebianSuite(root, name) for name in suites(suite)[:2]]
         if security_mirror is None and root.endswith("/debian"):
-            found.append(DebianSuite(root + "-security", suites(suite)[2]))
+            debian_suites.append(DebianSuite(root + "-security", suites(suite)[2]))
     if security_mirror:
-        found.append(DebianSuite(security_mirror.rstrip("/"), suites(suite)[2]))
-    found += host_archives(suite, etc)
+        debian_suites.append(DebianSuite(security_mirror.rstrip("/"), suites(suite)[2]))
+    debian_suites += host_archives(suite, etc)
     # A snapshot is taken hours after the date in its Release, and a URL leads to the newest snapshot not after its
     # time: try one day later first. Files that a Release lists stay in the pool for longer than a day.
     when = datetime.strptime(date, "%Y-%m-%dT%H:%M:%SZ")
     for moment in (when + timedelta(days=1), when):
         for name in suites(suite):
             root = f"{_SNAPSHOT}/{DebianSuite('', name).kind}/{moment:%Y%m%dT%H%M%SZ}"
-            found.append(DebianSuite(root, name))
-    return list(dict.fromkeys(found))
+            debian_suites.append(DebianSuite(root, name))
+    return list(dict.fromkeys(debian_suites))
 
 
 def host_archives(suite: str, etc: Path = _ETC_APT) -> list[DebianSuite]:
@@ -112,11 +112,11 @@ def host_archives(suite: str, etc: Path = _ETC_APT) -> list[DebianSuite]:
         for archive in listed:
             release, dash, part = archive.suite.partition("-")
             if "main" in archive.components and part in ("", "updates", "security"):
-                found = DebianSuite(archive.url, f"{suite}{dash}{part}")
+                debian_suite = DebianSuite(archive.url, f"{suite}{dash}{part}")
                 if release == suite:
-                    same.append(found)
+                    same.append(debian_suite)
                 elif release in _RELEASES:
-                    others.append(found)
+                    others.append(debian_suite)
     return list(dict.fromkeys(same + others))
 
 
@@ -318,8 +318,8 @@ def _get(url: str, client: Client) -> bytes:
 
 def _late(content: bytes) -> str | None:
     """Return an explanation if this host's clock is before the date of the Release file `content`, else None."""
-    found = re.search(rb"^Date:(.*)$", content, re.MULTILINE | re.IGNORECASE)
-    made, now = _iso(found[1].decode("ascii", "replace")) if found else "", f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+    match = re.search(rb"^Date:(.*)$", content, re.MULTILINE | re.IGNORECASE)
+    made, now = _iso(match[1].decode("ascii", "replace")) if match else "", f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
     return f"it was signed at {made}, and this host's clock is at {now}" if made > now else None
 
 

@@ -168,7 +168,7 @@ def slurm(host: Host) -> Iterator[HostFinding]:
         yield HostFinding("Slurm", "info", what, hint, {"path": tool, "answers": False})
         return
     found = queues("slurm", host.variables) or []
-    facts = {"path": tool, "answers": True, "partitions": [one.name for one in found]}
+    facts = {"path": tool, "answers": True, "partitions": [queue.name for queue in found]}
     names = ", ".join(f"{p.name}{'*' if p.default else ''} ({p.nodes} nodes)" for p in found)
     yield HostFinding("Slurm", "ok", f"{version}; partitions {names or 'none'}", facts=facts)
     pyxis = has_pyxis(host.variables)
@@ -206,8 +206,8 @@ def pyxis_scope(variables: Mapping[str, str]) -> str | None:
         with suppress(OSError):
             for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
                 if "pyxis" in line and line.split()[0] in ("required", "optional"):
-                    found = re.search(r"\bcontainer_scope=(\w+)", line)
-                    return found[1] if found else "global"
+                    match = re.search(r"\bcontainer_scope=(\w+)", line)
+                    return match[1] if match else "global"
     return None
 
 
@@ -224,7 +224,7 @@ def scheduler(name: str, host: Host) -> Iterator[HostFinding]:
         what = f"{version}; {facts.list_queues[0]} lists no queues"
         yield HostFinding(TITLES[name], "info", what, facts={"path": tool, "queues": None})
     else:
-        names = [one.name for one in found]
+        names = [queue.name for queue in found]
         what = f"{version}; queues {', '.join(names) or 'none'}"
         yield HostFinding(TITLES[name], "ok", what, facts={"path": tool, "queues": names})
     yield from _allocation(name, host)
@@ -305,13 +305,13 @@ def judge_scheduler(site: Site, variables: Mapping[str, str]) -> Iterable[HostFi
 
 def _queue(site: Site, word: str, found: list[Queue]) -> Iterator[HostFinding]:
     wanted, title = site.scheduler.partition, TITLES[site.scheduler.kind]
-    names = ", ".join(one.name for one in found)
-    chosen = next((one for one in found if (one.name == wanted if wanted else one.default)), None)
+    names = ", ".join(queue.name for queue in found)
+    chosen = next((queue for queue in found if (queue.name == wanted if wanted else queue.default)), None)
     if chosen is None and wanted:
-        near = closest(wanted, [one.name for one in found])
+        near = closest(wanted, [queue.name for queue in found])
         what = f"there is no {word} {wanted!r}" + (f"; did you mean {near!r}?" if near else "")
         yield HostFinding("[scheduler] partition", "fail", what, f"there are {names or 'none'}")
-    elif chosen is None and any(one.default is not None for one in found):
+    elif chosen is None and any(queue.default is not None for queue in found):
         what = f"is not said, and {title} has no default"
         yield HostFinding("[scheduler] partition", "fail", what, f"one of {names}")
     elif chosen is None or chosen.default is None:

@@ -413,9 +413,9 @@ def store(host: Host) -> Iterator[HostFinding]:
     """Check the store's folder."""
     if host.environment is not None:
         folder = host.environment.site.store
-        found = _place("store", folder, host, heavy=True)
+        finding = _place("store", folder, host, heavy=True)
         holds = {what: len(list((folder / place).glob("*"))) for what, place in _HOLDS.items()}
-        yield replace(found, facts={**found.facts, "holds": holds})
+        yield replace(finding, facts={**finding.facts, "holds": holds})
 
 
 def home(host: Host) -> Iterator[HostFinding]:

@@ -279,7 +279,7 @@ def network(host: Host) -> list[HostFinding]:
     """Check the interfaces that lead to other nodes."""
     found = interfaces(host.root)
     facts = {"interfaces": [{"name": i.name, "up": i.up, "addresses": i.addresses, "speed": i.speed} for i in found]}
-    outer = [one for one in found if one.outer]
+    outer = [interface for interface in found if interface.outer]
     if not outer:
         hint = "jobs of several nodes need an interface with an address; one node works without"
         return [HostFinding("interfaces", "info", "only the loopback interface has an address", hint, facts)]

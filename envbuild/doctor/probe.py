@@ -74,15 +74,15 @@ def run_checks(
     checks: Sequence[HostProbe], host: Host, deadline_s: float = _DEADLINE_S
 ) -> list[tuple[HostProbe, list[HostFinding]]]:
     """Run the checks and return each with its findings. A check that raises or is late gets a finding about that."""
-    found: list[list[HostFinding]] = [[] for _ in checks]
+    findings: list[list[HostFinding]] = [[] for _ in checks]
     ended: set[int] = set()
 
     def run(number: int) -> None:
         try:
             for finding in checks[number].run(host):
-                found[number].append(finding)
+                findings[number].append(finding)
         except Exception as error:  # noqa: BLE001 - one broken check must not hide the others
-            found[number].append(_crashed(checks[number].name, error))
+            findings[number].append(_crashed(checks[number].name, error))
         ended.add(number)
 
     run_parallel([partial(run, number) for number in range(len(checks))], deadline_s)
@@ -91,7 +91,7 @@ def run_checks(
     for number, check in enumerate(checks):
         # In this order: a check may end while its findings are copied.
         late = [] if number in ended else [HostFinding(check.name, "warn", what, hint, {"timeout": True})]
-        results.append((check, [*found[number], *late]))
+        results.append((check, [*findings[number], *late]))
     return results
 
 
@@ -116,8 +116,8 @@ def run_parallel(jobs: Sequence[Callable[[], None]], deadline_s: float) -> None:
 
 def facts_of(results: Sequence[tuple[HostProbe, Sequence[HostFinding]]]) -> Mapping[str, HostFinding]:
     """Return the findings by name, the first of several with the same name."""
-    found = [finding for _, findings in results for finding in findings]
-    return {finding.name: finding for finding in reversed(found)}
+    host_findings = [finding for _, findings in results for finding in findings]
+    return {finding.name: finding for finding in reversed(host_findings)}
 
 
 def _crashed(name: str, error: Exception) -> HostFinding:

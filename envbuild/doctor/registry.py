@@ -99,36 +99,36 @@ class StepVerdict:
         return {"status": self.status, "what": self.what, "remedy": self.hint}
 
 
-def judge(found: Mapping[str, HostFinding]) -> dict[str, dict[str, StepVerdict]]:
+def judge(findings: Mapping[str, HostFinding]) -> dict[str, dict[str, StepVerdict]]:
     """Return kind → step → verdict; `found` maps names to findings."""
     return {
-        name: {"build": _build(kind, found), "verify": _verify(kind, found), "run": _run(kind, found)}
+        name: {"build": _build(kind, findings), "verify": _verify(kind, findings), "run": _run(kind, findings)}
         for name, kind in ARTIFACTS.items()
     }
 
 
-def _build(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
+def _build(kind: Artifact, findings: Mapping[str, HostFinding]) -> StepVerdict:
     for name in ("configuration", "authorities", "uv", "store", "tmp"):
-        finding = found.get(name)
+        finding = findings.get(name)
         if finding is not None and finding.status == "fail":
             return StepVerdict("fail", f"{name}: {finding.what}", finding.hint)
-    if kind.by_uv and "uv" in found and not found["uv"].facts:
-        return StepVerdict("fail", found["uv"].what, found["uv"].hint)
-    pythons = found.get("Pythons") if kind.by_uv and kind.form == "folder" else None
+    if kind.by_uv and "uv" in findings and not findings["uv"].facts:
+        return StepVerdict("fail", findings["uv"].what, findings["uv"].hint)
+    pythons = findings.get("Pythons") if kind.by_uv and kind.form == "folder" else None
     if pythons is not None and pythons.status == "fail":
         return StepVerdict("fail", pythons.what, pythons.hint)
-    missing = [m for m in _facts(found, "packages").get("missing", ()) if m in kind.imports]
+    missing = [m for m in _facts(findings, "packages").get("missing", ()) if m in kind.imports]
     if missing:
-        return StepVerdict("fail", f"envbuild lacks {', '.join(missing)}", found["packages"].hint)
-    current, store = found.get("current folder"), found.get("store")
+        return StepVerdict("fail", f"envbuild lacks {', '.join(missing)}", findings["packages"].hint)
+    current, store = findings.get("current folder"), findings.get("store")
     if current is not None and current.status == "fail":
         return StepVerdict("warn", f"not in the current folder: {current.what}", "use --out")
-    remote = {name: _facts(found, name) for name in kind.sources if not _facts(found, name).get("local")}
+    remote = {name: _facts(findings, name) for name in kind.sources if not _facts(findings, name).get("local")}
     if lost := [name for name, facts in remote.items() if _is_lost(facts)]:
         what = f"only from what the store holds: {' and '.join(lost)} cannot be reached"
-        return StepVerdict("warn", what, found[lost[0]].hint)
+        return StepVerdict("warn", what, findings[lost[0]].hint)
     if unasked := [name for name, facts in remote.items() if facts.get("asked") is False]:
-        return _from_the_store(unasked, found)
+        return _from_the_store(unasked, findings)
     if store is not None and store.status == "warn":
         return StepVerdict("warn", f"store: {store.what}", store.hint)
     if kind.form == "folder" and current is not None and current.status == "warn":
@@ -151,9 +151,9 @@ def _is_lost(facts: Mapping[str, Any]) -> bool:
     return bool(facts.get("timeout") or (facts.get("asked") and not facts.get("reached")))
 
 
-def _from_the_store(unasked: Sequence[str], found: Mapping[str, HostFinding]) -> StepVerdict:
+def _from_the_store(unasked: Sequence[str], findings: Mapping[str, HostFinding]) -> StepVerdict:
     """Return the verdict on a build whose sources were not probed, based on the contents of the store."""
-    holds = _facts(found, "store").get("holds", {})
+    holds = _facts(findings, "store").get("holds", {})
     empty = [_HELD[name] for name in unasked if not holds.get(_HELD[name])]
     not_asked = f"{' and '.join(unasked)} not asked"
     if not empty:
@@ -177,41 +177,41 @@ def _verify(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
     return StepVerdict("ok", f"by {how[0]}{only}") if how else _no_launch(kind, found)
 
 
-def _run(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
-    where = ["Slurm"] if _facts(found, "Slurm").get("answers") else []
-    where += ["PBS"] if _facts(found, "PBS").get("queues") is not None else []
+def _run(kind: Artifact, findings: Mapping[str, HostFinding]) -> StepVerdict:
+    where = ["Slurm"] if _facts(findings, "Slurm").get("answers") else []
+    where += ["PBS"] if _facts(findings, "PBS").get("queues") is not None else []
     jobs = f"; jobs by {' and '.join(where)}" if where else ""
     if kind.form == "folder":
         return StepVerdict("ok", f"yes{jobs}")
     if kind.form == "registry":
-        if _facts(found, "docker daemon").get("answers"):
+        if _facts(findings, "docker daemon").get("answers"):
             engines = ["docker"]
         else:
-            engines = ["podman"] if _facts(found, "podman").get("works") else []
-        engines += ["Kubernetes"] if _facts(found, "Kubernetes").get("answers") else []
+            engines = ["podman"] if _facts(findings, "podman").get("works") else []
+        engines += ["Kubernetes"] if _facts(findings, "Kubernetes").get("answers") else []
         if engines:
             return StepVerdict("ok", f"by {', '.join(engines)}")
         hint = "push it (--push) and run it where one is, or build enroot or apptainer"
         return StepVerdict("warn", "no: no engine for images", hint)
-    how = _launchers(kind, found)
-    if "pyxis" in kind.containers and _facts(found, "pyxis").get("there"):
+    how = _launchers(kind, findings)
+    if "pyxis" in kind.containers and _facts(findings, "pyxis").get("there"):
         how = ["pyxis", *how]
-    return StepVerdict("ok", f"by {', '.join(how)}{jobs}") if how else _no_launch(kind, found)
+    return StepVerdict("ok", f"by {', '.join(how)}{jobs}") if how else _no_launch(kind, findings)
 
 
-def _no_launch(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
-    finding = found.get("own launch")
+def _no_launch(kind: Artifact, findings: Mapping[str, HostFinding]) -> StepVerdict:
+    finding = findings.get("own launch")
     if finding is None or not finding.hint:
         return StepVerdict("warn", f"no: no {kind.name}, and our own launch was not tried", f"install {kind.name}")
     return StepVerdict("warn", f"no: no {kind.name}, and our own launch is forbidden", finding.hint)
 
 
-def _launchers(kind: Artifact, found: Mapping[str, HostFinding]) -> list[str]:
+def _launchers(kind: Artifact, findings: Mapping[str, HostFinding]) -> list[str]:
     """Return the programs that start images of this kind on this host, best first."""
-    how = [name for name in kind.starters if _facts(found, name).get("works")]
-    ways = _facts(found, "own launch").get("ways")
+    how = [name for name in kind.starters if _facts(findings, name).get("works")]
+    ways = _facts(findings, "own launch").get("ways")
     return [*how, f"envbuild itself ({', '.join(ways)})"] if ways else how
 
 
-def _facts(found: Mapping[str, HostFinding], name: str) -> Mapping[str, Any]:
-    return found[name].facts if name in found else {}
+def _facts(findings: Mapping[str, HostFinding], name: str) -> Mapping[str, Any]:
+    return findings[name].facts if name in findings else {}

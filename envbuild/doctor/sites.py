@@ -66,7 +66,7 @@ def check_site(
         HostProbe("site", "cache", partial(_cache, site)),
     ]
     results = run_checks(checks, Host(variables, environment, offline=offline), _DEADLINE_S)
-    return [*findings, *(finding for _, found in results for finding in found)]
+    return [*findings, *(finding for _, findings in results for finding in findings)]
 
 
 def _trust(site: Site) -> Iterator[HostFinding]:
@@ -308,11 +308,11 @@ def _scheduler(variables: Mapping[str, str]) -> Iterator[str]:
         yield _said("kind", "none", f"no {listed(tuple(TITLES.values()))} answers here")
 
 
-def _queues(name: str, facts: HostFacts, found: list[Queue]) -> Iterator[str]:
+def _queues(name: str, facts: HostFacts, queues: list[Queue]) -> Iterator[str]:
     """Yield [scheduler] for the scheduler `name` with the queues `found`."""
-    names = ", ".join(f"{one.name} ({one.nodes} nodes, {one.time})" if one.nodes else one.name for one in found)
+    names = ", ".join(f"{one.name} ({one.nodes} nodes, {one.time})" if one.nodes else one.name for one in queues)
     yield _said("kind", name, f"its {facts.queue}s: {names or 'none'}"[:200])
-    chosen = _chosen(found)
+    chosen = _chosen(queues)
     if chosen:
         default = f"{TITLES[name]}'s default" if chosen.default else "the first of them"
         yield _said("partition", chosen.name, default)
@@ -325,13 +325,13 @@ def _queues(name: str, facts: HostFacts, found: list[Queue]) -> Iterator[str]:
 def _answering(variables: Mapping[str, str]) -> tuple[str, HostFacts, list[Queue]] | None:
     """Return the first scheduler that answers on this host, and its queues."""
     for name, scheduler in SCHEDULERS.items():
-        if scheduler.host and (found := batch.queues(name, variables)) is not None:
-            return name, scheduler.host, found
+        if scheduler.host and (queues := batch.queues(name, variables)) is not None:
+            return name, scheduler.host, queues
     return None
 
 
-def _chosen(found: list[Queue]) -> Queue | None:
-    return next((one for one in found if one.default), found[0] if found else None)
+def _chosen(queues: list[Queue]) -> Queue | None:
+    return next((queue for queue in queues if queue.default), queues[0] if queues else None)
 
 
 def _modules_text(host: Host) -> Iterator[str]:
@@ -363,7 +363,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[str]:
 
 def _paths_text(host: Host) -> Iterator[str]:
     shared = []
-    mounted = [one.at for one in storage.mounts(host.root) if one.shared and not re.search(r"[\s\\]", one.at)]
+    mounted = [mount.at for mount in storage.mounts(host.root) if mount.shared and not re.search(r"[\s\\]", mount.at)]
     for place in dict.fromkeys([*_SHARED, *mounted]):
         mount = storage.mount_at(Path(place), host.root)
         if mount and mount.shared and mount.at != "/" and Path(place).is_dir():
@@ -395,7 +395,7 @@ def _container_text(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def _node(host: Host) -> Iterator[str]:
-    here = next((found.facts for found in machine.gpus(host) if "gpus" in found.facts), {})
+    here = next((finding.facts for finding in machine.gpus(host) if "gpus" in finding.facts), {})
     gpus, types = len(here.get("gpus", ())), here.get("chips", ())
     _, facts, queues = _answering(host.variables) or ("", None, [])
     chosen = _chosen(queues)
@@ -411,7 +411,7 @@ def _node(host: Host) -> Iterator[str]:
 
 
 def _fabric() -> Iterator[str]:
-    outer = [one for one in fabric.interfaces() if one.outer]
+    outer = [interface for interface in fabric.interfaces() if interface.outer]
     own = tuple(one.interfaces for one in load_fabrics().values() if one.interfaces)
     best = max(outer, key=lambda one: (one.name.startswith(own), one.speed or 0), default=None)
     if best is None:
@@ -419,6 +419,6 @@ def _fabric() -> Iterator[str]:
     else:
         # Nodes may have other interface names, and jobs select the interface by the route. Slingshot's interface
         # is not on the default route, so it is named.
-        names = ", ".join(f"{one.name} {one.addresses[0]}" for one in outer)
+        names = ", ".join(f"{interface.name} {interface.addresses[0]}" for interface in outer)
         yield _said("interface", best.name, f"this host has {names}", off=not best.name.startswith(own))
     yield '# variables = { NCCL_IB_GID_INDEX = "3" }          # of every job on GPUs'

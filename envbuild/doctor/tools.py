@@ -108,16 +108,16 @@ def pythons(host: Host) -> list[HostFinding]:
 
 def programs(host: Host) -> Iterator[HostFinding]:
     """Check every listed program on this host; report missing ones in one finding."""
-    listed, found = load_table("programs")["programs"], dict[str, HostFinding]()
+    listed, findings = load_table("programs")["programs"], dict[str, HostFinding]()
 
     def look(name: str) -> None:
         if path := find(name, host.variables):
             code, said = run_probe([path, *listed[name]["version"]], host.variables)
-            found[name] = _program(name, listed[name]["use"], path, code, said)
+            findings[name] = _program(name, listed[name]["use"], path, code, said)
 
     run_parallel([partial(look, name) for name in listed], 3.5)
-    yield from (found[name] for name in listed if name in found)
-    absent = [name for name in listed if name not in found]
+    yield from (findings[name] for name in listed if name in findings)
+    absent = [name for name in listed if name not in findings]
     if absent:
         yield HostFinding("not installed", "info", ", ".join(absent), facts={"programs": absent})
 

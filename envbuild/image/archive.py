@@ -140,13 +140,13 @@ def placed_files(where: str, stream: BinaryIO) -> ArchiveFiles[FileRange]:
     return ArchiveFiles(where, lambda _name, member, _source: FileRange(member.offset, member.stored), read)
 
 
-def listed_image(found: ArchiveFiles[F], tag: str | None) -> tuple[list[str], bytes, dict[str, Any]]:
+def listed_image(files: ArchiveFiles[F], tag: str | None) -> tuple[list[str], bytes, dict[str, Any]]:
     """Return the image with `tag` in manifest.json (None: the only one): its layers, its configuration raw and parsed.
 
     Raises BuildError, listing the archive's tags, when no image or more than one matches.
     """
-    where = f"{found.where}: manifest.json"
-    raw = found.small("manifest.json")
+    where = f"{files.where}: manifest.json"
+    raw = files.small("manifest.json")
     try:
         listed = [_described(item) for item in json.loads(raw)]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -159,7 +159,7 @@ def listed_image(found: ArchiveFiles[F], tag: str | None) -> tuple[list[str], by
         names = (name for _, tags, _ in listed for name in tags)
         raise no_single_image(where, tag, len(meant), names, "name one of its tags")
     name, layers = meant[0]
-    raw, where = found.small(name), f"{found.where}: {name}"
+    raw, where = files.small(name), f"{files.where}: {name}"
     config = parse_config(raw, where)
     digest = "sha256:" + name.rpartition("/")[2].removesuffix(".json")
     if is_digest(digest) and digest_of(raw) != digest:
@@ -222,15 +222,15 @@ def archive_at(path: Path, arch: str) -> ImageAt | None:
             if kind_of(stream.read(4)) != "none":
                 return None
             stream.seek(0)
-            found = placed_files(str(path), stream)
-            found.take_all(PositionedStream(stream, str(path)))
-            if "manifest.json" not in found:
+            files = placed_files(str(path), stream)
+            files.take_all(PositionedStream(stream, str(path)))
+            if "manifest.json" not in files:
                 return None
-            names, raw, config = listed_image(found, None)
+            names, raw, config = listed_image(files, None)
     except OSError as error:
         raise BuildError(f"{path}: {error.strerror}") from error
     check_image(names, config, arch, str(path))
-    layers = tuple(partial(_part, path, found.get(name)) for name in names)
+    layers = tuple(partial(_part, path, files.get(name)) for name in names)
     return ImageAt(digest_of(raw), config, layers)
 
 
@@ -251,20 +251,20 @@ def read_daemon(reference: str, blobs: Blobs, client: DockerClient, arch: str | 
 
 def read_stream(stream: BinaryIO, where: str, blobs: Blobs, tag: str | None, arch: str | None) -> Pulled:
     """Read an image from a stream that need not be seekable, as `read_archive` does; `where` names it in messages."""
-    found = stored_files(where, blobs)
+    files = stored_files(where, blobs)
     source = PositionedStream(decompressed(stream, where), where)
-    found.take_all(source)
+    files.take_all(source)
     source.finish()
-    if "manifest.json" in found:
-        names, raw, config = listed_image(found, tag)
-        layers = [found.get(name) for name in names]
+    if "manifest.json" in files:
+        names, raw, config = listed_image(files, tag)
+        layers = [files.get(name) for name in names]
         manifest = new_manifest(OCI_MANIFEST, Descriptor(OCI_CONFIG, blobs.add(raw), len(raw)), layers)
         blobs.add(manifest.raw)
         check_image(layers, config, arch, where)
         pulled = Pulled(manifest, config, blobs)
-    elif "index.json" in found:
+    elif "index.json" in files:
         bring = partial(_require, where, blobs)
-        pulled = from_index(found.small("index.json"), where, blobs, bring, tag, arch)
+        pulled = from_index(files.small("index.json"), where, blobs, bring, tag, arch)
     else:
         raise BuildError(
             f"{where}: neither manifest.json nor index.json in it: not an image archive",

@@ -61,8 +61,8 @@ def find_credentials(registry: str, env: Mapping[str, str]) -> Credentials | Non
         user = env.get("ENVBUILD_REGISTRY_USER", "")
         return Credentials(user, password, "", "ENVBUILD_REGISTRY_PASSWORD")
     for path in _files(env):
-        if found := _from_file(path, registry, env):
-            return found
+        if credentials := _from_file(path, registry, env):
+            return credentials
     return _from_netrc(registry, env)
 
 
@@ -232,7 +232,7 @@ def check_user(source: ImageSource, env: Mapping[str, str]) -> None:
     if not source.user:
         return
     registry = parse_reference(source.rest).registry
-    found = find_credentials(registry, env)
-    if found is None or found.username != source.user:
-        has = f"those of {found.username!r} ({found.source})" if found else "none"
+    credentials = find_credentials(registry, env)
+    if credentials is None or credentials.username != source.user:
+        has = f"those of {credentials.username!r} ({credentials.source})" if credentials else "none"
         raise UsageError(f"no credentials of {source.user!r} for {registry}: found {has}", PLACES)

@@ -242,9 +242,9 @@ def from_index(raw: bytes, where: str, blobs: Blobs, bring: Bring, tag: str | No
         bring(blob)
         return blobs.read(blob.digest)
 
-    found = _pick(index, where, tag, arch)
+    descriptor = _pick(index, where, tag, arch)
     for _ in range(_DEPTH):
-        manifest = parse(small(found), f"{where}: {found.digest}", found.media_type)
+        manifest = parse(small(descriptor), f"{where}: {descriptor.digest}", descriptor.media_type)
         if isinstance(manifest, ImageManifest):
             config = parse_config(small(manifest.config), f"{where}: {manifest.config.digest}")
             check_image(manifest.layers, config, arch, where)
@@ -253,7 +253,7 @@ def from_index(raw: bytes, where: str, blobs: Blobs, bring: Bring, tag: str | No
                     raise BuildError(f"{where}: not a container image: a layer is {layer.media_type}")
                 bring(layer)
             return Pulled(manifest, config, blobs)
-        found = choose(manifest, arch, where)
+        descriptor = choose(manifest, arch, where)
     raise BuildError(f"{where}: indexes within indexes, more than {_DEPTH} deep")
 
 

@@ -376,7 +376,11 @@ def attach(registry: Registry, digest: str, kind: str, content: bytes, notes: Ma
         row = {**Descriptor(OCI_MANIFEST, made, len(manifest)).as_json(), "artifactType": kind}
         row["annotations"] = dict(notes)
         # Rows of others stay as they are, also those that envbuild cannot read.
-        others = [one for one in index["manifests"] if not (isinstance(one, dict) and one.get("digest") == made)]
+        others = [
+            manifest
+            for manifest in index["manifests"]
+            if not (isinstance(manifest, dict) and manifest.get("digest") == made)
+        ]
         registry.put_manifest(canonical({**index, "manifests": [*others, row]}), OCI_INDEX, tag)
     return made
 
@@ -387,26 +391,26 @@ def referrers(registry: Registry, digest: str, kind: str) -> tuple[list[Descript
     Annotations are included. The second value is whether the list was too long to be read to its end. Raises
     BuildError.
     """
-    found: list[Descriptor] = []
+    descriptors: list[Descriptor] = []
     size = 0
     try:
         for raw, headers in pages(registry.endpoint, f"referrers/{digest}?artifactType={quote(kind, safe='/')}"):
             size += len(raw)
             filtered = "artifactType" in headers.get("OCI-Filters-Applied", "")
-            found += _of_kind(_index(raw)["manifests"], kind, filtered=filtered)
+            descriptors += _of_kind(_index(raw)["manifests"], kind, filtered=filtered)
             if size > _MOST_LISTED:
-                return found, True
+                return descriptors, True
     except RequestFailed as error:
         if error.status not in _UNKNOWN:
             what = f"what is attached to {registry.reference.name}@{digest}"
             raise complain(what, [(registry.endpoint, error)]) from None
-        found = _of_kind((_tagged(registry, _tag(digest)) or {"manifests": []})["manifests"], kind)
-    return list({one.digest: one for one in found}.values()), False
+        descriptors = _of_kind((_tagged(registry, _tag(digest)) or {"manifests": []})["manifests"], kind)
+    return list({descriptor.digest: descriptor for descriptor in descriptors}.values()), False
 
 
 def _of_kind(rows: list[Any], kind: str, *, filtered: bool = False) -> list[Descriptor]:
     """Return those of `rows` with the artifact type `kind`; a `filtered` list has no others, and may not name it."""
-    found = []
+    descriptors = []
     for row in rows:
         if not isinstance(row, dict):
             continue
@@ -414,8 +418,8 @@ def _of_kind(rows: list[Any], kind: str, *, filtered: bool = False) -> list[Desc
         fits = row.get("artifactType", kind if filtered else None) == kind
         if fits and is_digest(digest) and type(size) is int and size <= MAX_MANIFEST:
             strings = {k: v for k, v in notes.items() if isinstance(v, str)} if isinstance(notes, dict) else {}
-            found.append(Descriptor(OCI_MANIFEST, digest, size, annotations=strings))
-    return found
+            descriptors.append(Descriptor(OCI_MANIFEST, digest, size, annotations=strings))
+    return descriptors
 
 
 def referrer_layer(registry: Registry, referrer: Descriptor, kind: str, most: int) -> Descriptor:

@@ -52,17 +52,17 @@ class Challenge(NamedTuple):
 
 def parse_challenges(header: str) -> list[Challenge]:
     """Parse a WWW-Authenticate header, or several joined by commas."""
-    found: list[Challenge] = []
+    challenges: list[Challenge] = []
     position = 0
     while match := _ITEM.match(header, position):
         position = match.end()
         name, quoted, bare = match.groups()
         if quoted is None and bare is None:
-            found.append(Challenge(name.lower(), {}))
-        elif found:
+            challenges.append(Challenge(name.lower(), {}))
+        elif challenges:
             value = re.sub(r"\\(.)", r"\1", quoted) if quoted is not None else bare
-            found[-1].parameters.setdefault(name.lower(), value)
-    return found
+            challenges[-1].parameters.setdefault(name.lower(), value)
+    return challenges
 
 
 @dataclass

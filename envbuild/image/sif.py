@@ -215,10 +215,10 @@ def read_sif(stream: BinaryIO, where: str) -> Sif:
     if not 0 < total <= _MAX_SLOTS or not 0 <= free < total:
         raise BuildError(f"{where}: damaged: {total} descriptors, {free} of them free")
     raw = _read(stream, at, total * DESCRIPTOR.size, size, where)
-    found = [_object(row, size, where) for row in DESCRIPTOR.iter_unpack(raw) if row[1]]
-    if len(found) != total - free:
-        raise BuildError(f"{where}: damaged: {len(found)} objects where {total - free} are announced")
-    roots = [item for item in found if item.primary]
+    objects = [_object(row, size, where) for row in DESCRIPTOR.iter_unpack(raw) if row[1]]
+    if len(objects) != total - free:
+        raise BuildError(f"{where}: damaged: {len(objects)} objects where {total - free} are announced")
+    roots = [item for item in objects if item.primary]
     if len(roots) != 1:
         raise BuildError(f"{where}: a SIF with {len(roots)} primary partitions instead of one")
     if roots[0].fs != "squashfs":
@@ -227,7 +227,7 @@ def read_sif(stream: BinaryIO, where: str) -> Sif:
     said = _ARCHITECTURES.get(_text(code), "")
     if said and roots[0].arch and said != roots[0].arch:
         raise BuildError(f"{where}: damaged: made for {said}, with a partition for {roots[0].arch}")
-    return Sif(roots[0].arch or said, tuple(found), roots[0], max(mtime, 0))
+    return Sif(roots[0].arch or said, tuple(objects), roots[0], max(mtime, 0))
 
 
 def read_object(stream: BinaryIO, item: Object, where: str) -> bytes:
@@ -242,13 +242,13 @@ def _front(definition: bytes, jsons: Sequence[tuple[str, bytes]]) -> tuple[list[
     if len(jsons) > _SLOTS - 2:
         raise BuildError(f"a SIF holds {_SLOTS} objects at most")
     at = _DATA
-    found = []
+    objects = []
     for kind, name, content in [(DEFINITION, "", definition), *((JSON, *pair) for pair in jsons)]:
         if len(name.encode()) > 127:
             raise BuildError(f"{name!r} is too long for the name of an object in a SIF")
-        found.append(Object(kind, name, at, len(content)))
+        objects.append(Object(kind, name, at, len(content)))
         at += len(content)
-    return found, -(-at // _PAGE) * _PAGE
+    return objects, -(-at // _PAGE) * _PAGE
 
 
 def _identifier(definition: bytes, jsons: Sequence[tuple[str, bytes]], arch: str, size: int) -> uuid.UUID:

@@ -55,7 +55,7 @@ def _requirement_problem(text: str) -> str | None:
     problem = checks.requirement_problem(text)
     if problem is None and re.search(r"@\s*file:", text):
         return "a file of the host on which it was written: copy it into the recipe's folder, name it `NAME @ ./FILE`"
-    if problem is None and (found := reference_of(text)) and found.kind == "path":
+    if problem is None and (reference := reference_of(text)) and reference.kind == "path":
         return "a file of the project: copy it into the recipe's folder, and name it as `NAME @ ./FILE`"
     return problem
 
@@ -204,8 +204,8 @@ def _filled(**values: Any) -> dict[str, Any]:
 def _once(statements: Iterable[Statement]) -> list[Statement]:
     """Return the statements without duplicates; the groups of equal statements are combined."""
     groups: dict[Statement, list[str]] = {}
-    for one in statements:
-        groups.setdefault(replace(one, group=""), []).append(one.group)
+    for statement in statements:
+        groups.setdefault(replace(statement, group=""), []).append(statement.group)
     return [replace(one, group="" if "" in found else " ".join(dict.fromkeys(found))) for one, found in groups.items()]
 
 
@@ -258,11 +258,13 @@ def _problem(statement: Statement, groups: set[str]) -> str | None:
 def _python(kept: Collection[Statement], lose: Lose, preferred: str) -> str:
     """Return a Python that all specifiers accept: the `preferred` one, else the first of `pythons`."""
     accepted = pythons()
-    for statement in [one for one in kept if one.kind == "python" or re.match(r"python \d", one.text)]:
+    for statement in [
+        statement for statement in kept if statement.kind == "python" or re.match(r"python \d", statement.text)
+    ]:
         try:
-            wanted = SpecifierSet(re.sub(r"^python (\d+\.\d+).*", r"==\1.*", statement.text))
+            specifiers = SpecifierSet(re.sub(r"^python (\d+\.\d+).*", r"==\1.*", statement.text))
             # Any patch release counts: ">=3.11.4" accepts 3.11.
-            fitting = [one for one in accepted if any(f"{one}.{patch}" in wanted for patch in range(40))]
+            fitting = [one for one in accepted if any(f"{one}.{patch}" in specifiers for patch in range(40))]
         except (InvalidSpecifier, ValueError):
             fitting = []
         if not fitting:
@@ -291,15 +293,19 @@ def _tag_of(url: str) -> str:
 
 def _arches(kept: Collection[Statement]) -> list[str]:
     """Return the architectures of the platforms in the sources, else this host's."""
-    named = [_PLATFORMS.get(one.platform or one.text, "") for one in kept if one.kind in ("platform", *_CONDA)]
+    named = [
+        _PLATFORMS.get(statement.platform or statement.text, "")
+        for statement in kept
+        if statement.kind in ("platform", *_CONDA)
+    ]
     found = [arch for arch in dict.fromkeys(named) if arch]
     return found or [host_arch() if host_arch() in ARCHES else ARCHES[0]]
 
 
 def _targets(kept: Collection[Statement], arches: Sequence[str], signed: Sequence[str]) -> list[Target]:
     """Return the targets for torch's local version, else for the indexes, else for the tags `signed`, else for CPUs."""
-    here = [one for one in kept if _is_for(one, arches)]
-    texts = [one.text for one in here if one.kind in _REQUIREMENTS]
+    here = [statement for statement in kept if _is_for(statement, arches)]
+    texts = [statement.text for statement in here if statement.kind in _REQUIREMENTS]
     pinned = [tag for text in texts if _project_of(text) == "torch" for tag in _LOCAL.findall(text)]
     indexed = [_tag(statement) for statement in here if statement.kind in ("index", "accelerator")]
     tags = list(filter(accelerator_of, pinned)) or list(filter(accelerator_of, indexed)) or signed or ["cpu"]
@@ -308,16 +314,18 @@ def _targets(kept: Collection[Statement], arches: Sequence[str], signed: Sequenc
 
 def _pins(kept: Collection[Statement], python: str, targets: list[Target], lose: Lose) -> dict[str, Requirement]:
     """Return the pin of each project; if a project has several, the pin whose marker is true for all targets."""
-    found: dict[str, dict[Statement, Requirement]] = {}
-    for statement in [one for one in kept if one.kind == "pin"]:
+    requirements: dict[str, dict[Statement, Requirement]] = {}
+    for statement in [statement for statement in kept if statement.kind == "pin"]:
         pin = Requirement(statement.text)
-        found.setdefault(normalise(pin.name), {})[statement] = pin
+        requirements.setdefault(normalise(pin.name), {})[statement] = pin
     chosen: dict[str, Requirement] = {}
-    for name, pins in found.items():
+    for name, pins in requirements.items():
         several = len({pin.url or str(pin.specifier) for pin in pins.values()}) > 1
         enough = all if several else any
-        fitting = [one for one, pin in pins.items() if enough(_applies(pin, python, target) for target in targets)]
-        if len({pins[one].url or str(pins[one].specifier).partition("+")[0] for one in fitting}) == 1:
+        fitting = [
+            statement for statement, pin in pins.items() if enough(_applies(pin, python, target) for target in targets)
+        ]
+        if len({pins[statement].url or str(pins[statement].specifier).partition("+")[0] for statement in fitting}) == 1:
             chosen[name] = pins[fitting[0]]
         for statement in pins:
             if statement not in fitting:
@@ -342,10 +350,10 @@ def _applies(pin: Requirement, python: str, target: Target) -> bool:
 def _merged(kept: Collection[Statement], kind: str) -> dict[str, list[str]]:
     """Return the requirements of each project: first one that combines all without markers, then those with markers."""
     found: dict[str, list[Requirement]] = {}
-    for statement in [one for one in kept if one.kind == kind]:
+    for statement in [statement for statement in kept if statement.kind == kind]:
         arch = _PLATFORMS.get(statement.platform) if ";" not in statement.text else None
-        one = Requirement(statement.text + (f' ; platform_machine == "{arch}"' if arch else ""))
-        found.setdefault(normalise(one.name), []).append(one)
+        requirement = Requirement(statement.text + (f' ; platform_machine == "{arch}"' if arch else ""))
+        found.setdefault(normalise(requirement.name), []).append(requirement)
     merged: dict[str, list[str]] = {}
     for name, several in found.items():
         plain = [one for one in several if one.marker is None]
@@ -369,10 +377,10 @@ def _joined(name: str, extras: Collection[str], specifiers: Iterable[str]) -> st
     return name + (f"[{','.join(sorted(extras))}]" if extras else "") + ",".join(dict.fromkeys(specifiers))
 
 
-def _at(pin: Requirement, wanted: Requirement) -> str:
+def _at(pin: Requirement, requirement: Requirement) -> str:
     """Return the requirement `wanted` with the address from its `pin` instead of a version."""
-    marker = f" ; {wanted.marker}" if wanted.marker else ""
-    return _joined(wanted.name, wanted.extras | pin.extras, [f" @ {pin.url}"]) + marker
+    marker = f" ; {requirement.marker}" if requirement.marker else ""
+    return _joined(requirement.name, requirement.extras | pin.extras, [f" @ {pin.url}"]) + marker
 
 
 def local_version(target: Target) -> str:

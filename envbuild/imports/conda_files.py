@@ -91,10 +91,10 @@ def conda_spec(kind: str, text: str, place: str, group: str = "", platform: str 
     plain = re.sub(r"\s*([<>=!~,|])\s*", r"\1", text.strip())
     if built := re.fullmatch(r"python={1,2}([\d.]+)=([^=\s]+)", plain):  # of `conda env export`
         return Statement(kind, f"python {built[1]} {built[2]}", place, group, platform)
-    found = re.fullmatch(r"python(?:\s+|(?=[<>=!~])|$)([^\s\[|]*)", plain)
-    if kind != "conda" or not found:
+    match = re.fullmatch(r"python(?:\s+|(?=[<>=!~])|$)([^\s\[|]*)", plain)
+    if kind != "conda" or not match:
         return Statement(kind, text, place, group, platform)
-    return Statement("python", ",".join(map(_python_clause, found[1].split(","))) or ">=3", place, group, platform)
+    return Statement("python", ",".join(map(_python_clause, match[1].split(","))) or ">=3", place, group, platform)
 
 
 def _python_clause(text: str) -> str:
@@ -113,7 +113,9 @@ def conda_entries(
             yield lost(f"{name} {spec}", place, OTHER_SYSTEM, group)
         elif about.get("source") == "pypi" or keys[-1] == "pypi-dependencies":
             pip = {key: value for key, value in about.items() if key != "source"}
-            yield from (replace(one, platform=platform) for one in poetry_requirement(name, pip, place, group))
+            yield from (
+                replace(statement, platform=platform) for statement in poetry_requirement(name, pip, place, group)
+            )
         elif about.keys() - {"version", "build", "channel"}:
             yield lost(f"{name} = {spec}", place, SOURCE, group)
         else:
@@ -153,8 +155,8 @@ def pixi_entries(document: Document, root: tuple[str, ...]) -> Iterator[Statemen
                 for key, text in table_at(value).items():
                     keys = (*place, name, key)
                     if key in ("channels", "platforms"):
-                        for one in texts(document, keys, KINDS[key]):
-                            yield _table_entry(document, one, keys) if one.reason else one
+                        for statement in texts(document, keys, KINDS[key]):
+                            yield _table_entry(document, statement, keys) if statement.reason else statement
                     else:
                         known = Statement("name", str(text), document.where(*keys))
                         yield known if key == "name" else lost(f"{key} = {text}", known.place, TOOL)
@@ -173,8 +175,8 @@ def pixi_entries(document: Document, root: tuple[str, ...]) -> Iterator[Statemen
                     names = " ".join(map(str, in_default)) if key == "default" else ""
                     yield lost(f"{key} = {about}", document.where(*place, name, key), reason, names)
             elif name == "channels" and place != root:
-                for one in texts(document, (*place, name), "channel", group):
-                    yield _table_entry(document, one, (*place, name)) if one.reason else one
+                for statement in texts(document, (*place, name), "channel", group):
+                    yield _table_entry(document, statement, (*place, name)) if statement.reason else statement
             elif name not in ("target", "feature"):
                 yield lost(f"{name} = {value}", document.where(*place, name), TOOL, group)
 

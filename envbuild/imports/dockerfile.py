@@ -187,11 +187,11 @@ def _instruction(
 def _replaced(text: str, variables: Mapping[str, str]) -> str:
     """Return `text` with known variables expanded; unknown variables are left unexpanded."""
 
-    def value(found: re.Match[str]) -> str:
-        name, sign = found[1] or found[2], found[3]
+    def value(match: re.Match[str]) -> str:
+        name, sign = match[1] or match[2], match[3]
         if sign == "+":
-            return found[4] if variables.get(name) else ""
-        return variables.get(name) or (found[4] if sign == "-" else variables.get(name, found[0]))
+            return match[4] if variables.get(name) else ""
+        return variables.get(name) or (match[4] if sign == "-" else variables.get(name, match[0]))
 
     return _VARIABLE.sub(value, text)
 
@@ -240,15 +240,15 @@ def _values(text: str, variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _base(image: str, place: str) -> Iterator[Statement]:
-    found = next((known for pattern in _BASES if (known := pattern.fullmatch(image))), None)
-    about = found.groupdict() if found else {}
+    match = next((known for pattern in _BASES if (known := pattern.fullmatch(image))), None)
+    about = match.groupdict() if match else {}
     if "python" in about:
         yield Statement("python", f"=={about['python']}.*", place)
-        if found and found.re is _BASES[0]:
+        if match and match.re is _BASES[0]:
             return
     if "torch" in about:
         yield Statement("requirement", f"torch=={about['torch']}", place)
-    yield lost(f"FROM {image}", place, _REASONS["FROM"]) if found else Statement("base", image, place)
+    yield lost(f"FROM {image}", place, _REASONS["FROM"]) if match else Statement("base", image, place)
 
 
 def _copy(text: str, shown: str, place: str, stage: _Stage, stages: list[_Stage], folder: Path) -> Iterator[Statement]:
@@ -299,22 +299,22 @@ def _in_context(source: str, folder: Path) -> list[Path]:
     if relative.startswith("..") or "$" in relative:
         return []
     here = folder.absolute()
-    found: list[Path] = []
+    paths: list[Path] = []
     for parent in [here, *here.parents[:_PARENTS]]:
-        found += [parent] if relative == "." else sorted(parent.glob(relative))
+        paths += [parent] if relative == "." else sorted(parent.glob(relative))
         if (parent / ".git").exists():
             break
-    return found
+    return paths
 
 
-def _placed(found: list[Path], stage: _Stage, target: str, into: bool) -> Iterator[tuple[str, list[Path]]]:
+def _placed(paths: list[Path], stage: _Stage, target: str, into: bool) -> Iterator[tuple[str, list[Path]]]:
     """Yield each path in the image with its possible sources in the build context, files or folders."""
     place = stage.path(target)
-    for name in dict.fromkeys(path.name for path in found if path.is_file()):
-        inner = into or place in (stage.workdir, "/") or len({path.name for path in found}) > 1
-        same = [path for path in found if path.is_file() and path.name == name]
+    for name in dict.fromkeys(path.name for path in paths if path.is_file()):
+        inner = into or place in (stage.workdir, "/") or len({path.name for path in paths}) > 1
+        same = [path for path in paths if path.is_file() and path.name == name]
         yield f"{place.rstrip('/')}/{name}" if inner else place, same
-    if folders := [path for path in found if path.is_dir()]:
+    if folders := [path for path in paths if path.is_dir()]:
         yield place, folders
 
 
@@ -391,14 +391,18 @@ def _run(text: str, place: str, stage: _Stage, folder: Path) -> Iterator[Stateme
         else:
             found = _command(words, start, place, stage, _finder(stage, workdir, mounted))
         # The packages of a command that may not run are named, because they may be for GPUs.
-        yield from (replace(one, reason=one.reason or shell.reason) for one in found) if shell.reason else found
+        yield from (
+            (replace(statement, reason=statement.reason or shell.reason) for statement in found)
+            if shell.reason
+            else found
+        )
 
 
 def _command(words: list[str], start: int, place: str, stage: _Stage, find: Find) -> Iterator[Statement]:
     """Yield the statements of one shell command; the name of its program is word number `start`."""
     line = " ".join(words[start:])
     stage.made += [stage.path(path) for path in _MAKES.findall(line)]
-    matches = {kind: one for kind, pattern in _INSTALL.items() if (one := pattern.match(line))}
+    matches = {kind: match for kind, pattern in _INSTALL.items() if (match := pattern.match(line))}
     kind, found = next(iter(matches.items()), ("", None))
     if not found:
         if python := _CHOSEN_PYTHON.match(line):
@@ -544,6 +548,6 @@ def _conda_file(name: str, place: str, find: Find) -> Iterator[Statement]:
         if not isinstance(found, Path):
             yield lost(f"--file {name}", place, "no such file here: name it with --from")
             return
-        yield from (one for one in read_conda_file(found) if one.kind != "name")
+        yield from (statement for statement in read_conda_file(found) if statement.kind != "name")
     except UsageError as error:
         yield lost(f"--file {name}", place, error.message)

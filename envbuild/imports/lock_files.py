@@ -263,7 +263,7 @@ def _address(row: Mapping[str, Any], source: Mapping[str, Any]) -> str:
         value_at(archive, "hashes", "sha256"),
         *(value_at(one, "hash") for one in (row.get("sdist"), *list_at(row, "wheels"), *list_at(row, "files"))),
     ]
-    hashes = {str(one).removeprefix("sha256:") for one in files if one}
+    hashes = {str(file).removeprefix("sha256:") for file in files if file}
     url = str(archive.get("url", "")) or url
     return f"{url}#sha256={hashes.pop()}" if url and len(hashes) == 1 else ""
 
@@ -321,16 +321,16 @@ def is_environment(path: Path) -> bool:
 def read_installed(path: Path) -> Iterator[Statement]:
     """Yield a pin for each installed package, and a requirement for each requested by a user. Raises EnvbuildError."""
     with open_artifact(str(path.absolute()), load_environment(), None) as opened:
-        found, about = opened.contents(hashes=False), opened.about
+        inventory, about = opened.contents(hashes=False), opened.about
     if about.python:
         yield Statement("python", f"=={about.python}.*", f"{path}/pyvenv.cfg")
-    for package in found.own_conda:
+    for package in inventory.own_conda:
         place = f"{path}/conda-meta/{package.name}-{package.version}-{package.build}.json"
         yield Statement("conda-pin", f"{package.name} {package.version} {package.build}", place)
-    for channel in dict.fromkeys(package.channel for package in found.own_conda if package.channel):
+    for channel in dict.fromkeys(package.channel for package in inventory.own_conda if package.channel):
         yield Statement("channel", channel.removeprefix(f"{CHANNEL_ALIAS}/"), f"{path}/conda-meta")
-    requested = {one.name for one in found.python if f"{one.info}/REQUESTED" in found.files}
-    for one in found.python:
+    requested = {one.name for one in inventory.python if f"{one.info}/REQUESTED" in inventory.files}
+    for one in inventory.python:
         place = f"{path}/{one.info}"
         if _content(path, one, "INSTALLER").strip() == "conda":
             continue

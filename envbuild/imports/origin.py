@@ -195,9 +195,9 @@ def _has_wheels(loaded: LoadedRecipe, environment: Environment) -> bool:
         indexes, unreached = reachable(table.indexes, environment, False)
         releases = Offers(environment, indexes, False).releases(wanted)
         for one, lines in wanted.items():
-            found = allowed_releases(releases[one], [*lines, *limits.get(one, ())], recipe.python)
-            unknown = not found and (unreached or not releases[one])
-            if not unknown and not any(release.fits(recipe.python, platform) for release in found):
+            project_releases = allowed_releases(releases[one], [*lines, *limits.get(one, ())], recipe.python)
+            unknown = not project_releases and (unreached or not releases[one])
+            if not unknown and not any(release.fits(recipe.python, platform) for release in project_releases):
                 return False
     return True
 
@@ -225,20 +225,20 @@ class Origin:
             return None
         data = read(folder / ORIGIN).data
         sources, groups, target = list_at(data, "from"), list_at(data, "extras"), data.get("target")
-        if not sources or not all(isinstance(one, str) for one in (*sources, *groups, target or "")):
+        if not sources or not all(isinstance(source, str) for source in (*sources, *groups, target or "")):
             raise RecipeError(
                 f"{folder / ORIGIN}: `from` names no sources",
                 "take it back from version control, or name the sources: envbuild init NAME --update --from FILE",
             )
-        places = tuple(Path(os.path.relpath(folder / one)) for one in sources)
+        places = tuple(Path(os.path.relpath(folder / source)) for source in sources)
         return cls(places, tuple(groups), target, table_at(data, "recipe"))
 
     def text(self, folder: Path) -> str:
         """Return the text of imported.toml; paths in the project are relative to the recipe's `folder`."""
         project = folder.absolute().parent.parent
         names = [
-            os.path.relpath(one, folder) if one.absolute().is_relative_to(project) else str(one.absolute())
-            for one in self.sources
+            os.path.relpath(path, folder) if path.absolute().is_relative_to(project) else str(path.absolute())
+            for path in self.sources
         ]
         data: dict[str, Any] = {"from": names} | ({"extras": list(self.groups)} if self.groups else {})
         data |= {"target": self.target} if self.target else {}
@@ -363,7 +363,7 @@ def imported_recipe(
     if known is None or _resolved(known.sources) != _resolved(sources):
         given = ", ".join(map(str, sources))
         made = f"from {', '.join(map(str, known.sources))}" if known else "by hand"
-        words = " ".join(f"--from {one}" for one in sources)
+        words = " ".join(f"--from {path}" for path in sources)
         raise UsageError(
             f"the recipe {path} was made {made}, not from {given}",
             f"choose another name for the new recipe: envbuild venv NAME {words}; or build this one, without --from; "
@@ -375,13 +375,13 @@ def imported_recipe(
 def read_sources(origin: Origin, folder: Path | None = None) -> list[Statement]:
     """Return the statements of all sources, for a recipe in `folder` (None: a new recipe). Raises UsageError."""
     folder = folder or project_folder() / "recipes" / "NAME"
-    return [one for path in origin.sources for one in read_source(path, origin.groups, folder)]
+    return [statement for path in origin.sources for statement in read_source(path, origin.groups, folder)]
 
 
 def checked_name(name: str | None, statements: Sequence[Statement], sources: Sequence[Path]) -> str:
     """Return the name of the recipe: `name`, else the project's name, else its folder's. Raises UsageError."""
     if name is None:
-        named = next((one.text for one in statements if one.kind == "name"), "")
+        named = next((statement.text for statement in statements if statement.kind == "name"), "")
         return recipe_name(named or _folder(sources[0]).name)
     if recipe_name(name) != name:
         raise UsageError(f"{name!r} is not the name of a recipe", f"choose for example {recipe_name(name)!r}")
@@ -397,7 +397,7 @@ def _folder(source: Path) -> Path:
 
 
 def _resolved(sources: Sequence[Path]) -> set[str]:
-    return {os.path.realpath(one) for one in sources}
+    return {os.path.realpath(path) for path in sources}
 
 
 def _refuse_existing(folder: Path) -> None:

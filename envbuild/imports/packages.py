@@ -45,7 +45,10 @@ class PackageEdit:
         meanwhile.
         """
         kinds = changed_locks(self.before, self.after)
-        made = [(one, resolve_again(one, environment, upgrade=(), offline=False, log=log)) for one in kinds]
+        made = [
+            (lock_kind, resolve_again(lock_kind, environment, upgrade=(), offline=False, log=log))
+            for lock_kind in kinds
+        ]
         if write:
             rewrite(self.before.path, self.before.document.text, self.after.document.text)
         return {str(keep_lock(kind, new, log, write=write)): list(new.changes) for kind, new in made}
@@ -198,19 +201,19 @@ def _checked(word: str, *, conda: bool) -> str:
         if problem := checks.spec_problem(word):
             raise UsageError(f"{word}: {problem}", "write for example 'numpy 2.2.*'")
         return word
-    if found := _AT.fullmatch(word):
-        raise UsageError(f"{word} is not a requirement", f"write {found[1]}=={found[2]}")
-    if found := _EQUALS.fullmatch(word):
-        raise UsageError(f"{word} is not a requirement", f"write {found[1]}=={found[2]}")
+    if match := _AT.fullmatch(word):
+        raise UsageError(f"{word} is not a requirement", f"write {match[1]}=={match[2]}")
+    if match := _EQUALS.fullmatch(word):
+        raise UsageError(f"{word} is not a requirement", f"write {match[1]}=={match[2]}")
     if problem := checks.requirement_problem(word):
         raise UsageError(f"{word}: {problem}" if word not in problem else problem, "write for example 'numpy>=2'")
     if DIRECT.match(word):
         return word
-    one = Requirement(word)
-    if normalise(one.name) == "python":
+    requirement = Requirement(word)
+    if normalise(requirement.name) == "python":
         raise UsageError("Python is no package of a recipe's requirements", "edit `python` in the recipe")
-    one.name = normalise(one.name)
-    return str(one)
+    requirement.name = normalise(requirement.name)
+    return str(requirement)
 
 
 def _bare(word: str) -> str:

@@ -203,7 +203,7 @@ def poetry_requirement(name: str, about: dict[str, Any], place: str, group: str)
             pairs = [re.findall(r"^([<>=!~]*)(.*)", part.strip(), re.S)[0] for part in parts if part.strip()]
             operators = {"": "==", "!": "!="}  # poetry writes "!darwin"
             markers += [f'{variable} {operators.get(sign, sign)} "{value.strip()}"' for sign, value in pairs]
-        marker = " and ".join(f"({one})" if " or " in one else one for one in markers)
+        marker = " and ".join(f"({marker})" if " or " in marker else marker for marker in markers)
         text = f"{name}{f'[{extras}]' if extras else ''}{version}{f' ; {marker}' if marker else ''}"
         yield Statement("requirement", text, place, group)
         tag = re.search(r"\+([a-z]+[0-9.]*)$", str(about.get("version", "")).strip())

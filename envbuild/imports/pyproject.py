@@ -96,7 +96,7 @@ def read_pyproject(path: Path) -> Iterator[Statement]:
     yield from texts(document, ("tool", "uv", "override-dependencies"), "override")
     yield from _dynamic(document)
     for keys, reason in _LOST.items():
-        yield from (replace(one, reason=reason) for one in texts(document, keys, "lost"))
+        yield from (replace(statement, reason=reason) for statement in texts(document, keys, "lost"))
     yield from _uv_settings(document)
     for keys in _INDEXES:
         yield from _indexes(document, keys)
@@ -134,23 +134,27 @@ def _dynamic(document: Document) -> Iterator[Statement]:
     for key in files.keys() & set(map(str, list_at(data, "project", "dynamic"))):
         for group, given in files[key].items():
             for name in [given] if isinstance(given, str) else list_at(given):
-                for one in pip_line(f"-r {shlex.quote(str(name))}", place, beside(folder)):
-                    yield replace(one, group=group)
+                for statement in pip_line(f"-r {shlex.quote(str(name))}", place, beside(folder)):
+                    yield replace(statement, group=group)
         if not any(files[key].values()):
             yield lost(key, place, "dynamic: name the file that has them with --from")
 
 
 def _sourced(document: Document, found: Iterator[Statement]) -> Iterator[Statement]:
     """Yield the requirements `found`; unsupported sources in [tool.uv.sources] are marked as not carried."""
-    for one in found:
-        name = requirement_parts(one.text)[0]
-        sources = [] if one.reason else [about for about in _uv_sources(document).get(name, []) if _applies(about, one)]
+    for statement in found:
+        name = requirement_parts(statement.text)[0]
+        sources = (
+            []
+            if statement.reason
+            else [about for about in _uv_sources(document).get(name, []) if _applies(about, statement)]
+        )
         if any({"workspace", "path"} & about.keys() for about in sources):
-            yield replace(one, reason=OWN_NAME)
+            yield replace(statement, reason=OWN_NAME)
         elif sources and all("url" in about for about in sources):
-            yield replace(one, reason=f"its source is {sources[0]['url']}: write NAME @ URL#sha256=HEX")
+            yield replace(statement, reason=f"its source is {sources[0]['url']}: write NAME @ URL#sha256=HEX")
         else:
-            yield one
+            yield statement
 
 
 def _applies(source: Mapping[str, Any], requirement: Statement) -> bool:
@@ -172,9 +176,9 @@ def _required(document: Document) -> dict[str, list[str]]:
     for array, group in _ARRAYS.items():
         for name in table_at(document.data, *array) if group is None else array[-1:]:
             place = (*array, name) if group is None else array
-            for one in texts(document, place, "requirement", name if group is None else group):
-                if not one.reason:
-                    found.setdefault(requirement_parts(one.text)[0], []).append(one.group)
+            for statement in texts(document, place, "requirement", name if group is None else group):
+                if not statement.reason:
+                    found.setdefault(requirement_parts(statement.text)[0], []).append(statement.group)
     return found
 
 
@@ -210,7 +214,7 @@ def _uv_settings(document: Document) -> Iterator[Statement]:
             if not for_linux(marker):
                 yield lost(f"{name} = {about}", at, OTHER_SYSTEM, group)
             elif address and users:
-                yield from (Statement("requirement", f"{name} @ {address}", at, one) for one in users)
+                yield from (Statement("requirement", f"{name} @ {address}", at, user) for user in users)
             elif address:
                 yield lost(f"{name} = {about}", at, "no requirement here names this package", group)
             elif "index" in about:
@@ -230,7 +234,7 @@ def _indexes(document: Document, keys: tuple[str, ...]) -> Iterator[Statement]:
     for name, about in [(name, about) for name, given in _uv_sources(document).items() for about in given]:
         # A package that only extras require needs its index with these alone.
         groups = [group] if (group := _group_of(about)) else required.get(name, [""])
-        uses.setdefault(str(about.get("index")), []).extend((one, str(about.get("marker", ""))) for one in groups)
+        uses.setdefault(str(about.get("index")), []).extend((group, str(about.get("marker", ""))) for group in groups)
     for group, about in _poetry_entries(document):
         system = str(about.get("platform", ""))
         marker = f"sys_platform == '{system}'" if re.fullmatch(r"\w+", system) else str(about.get("markers", ""))
@@ -257,16 +261,16 @@ def _without_own(
     """Yield the statements `found`; "pkg[a,b]" of the project pkg itself is replaced by the requirements of a and b."""
     own = value_at(document.data, "project", "name")
     extras = {normalise(name): name for name in table_at(document.data, *_EXTRAS)}
-    for one in found:
-        if one.reason or not isinstance(own, str) or requirement_parts(one.text)[0] != normalise(own):
-            yield one
+    for statement in found:
+        if statement.reason or not isinstance(own, str) or requirement_parts(statement.text)[0] != normalise(own):
+            yield statement
             continue
-        named = re.match(r"[^\[;@]*\[([^]]*)\]", one.text)
+        named = re.match(r"[^\[;@]*\[([^]]*)\]", statement.text)
         asked = {normalise(name.strip()) for name in named[1].split(",")} if named else set()
         if not asked or not asked <= extras.keys():
-            yield replace(one, reason=OWN)
+            yield replace(statement, reason=OWN)
         for name in [extras[name] for name in extras if name in asked - seen]:
-            inner = texts(document, (*_EXTRAS, name), one.kind, one.group)
+            inner = texts(document, (*_EXTRAS, name), statement.kind, statement.group)
             yield from _without_own(document, inner, seen | asked)
 
 

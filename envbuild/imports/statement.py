@@ -260,8 +260,10 @@ def gpu_signs(statements: Iterable[Statement], groups: Collection[str] | None = 
     """
     given = list(statements)
     # Sources that choose an index do not mean those that they leave unused.
-    elsewhere = (*_ELSEWHERE, UNUSED_INDEX) if any(one.kind == "index" for one in given) else _ELSEWHERE
-    signs = (_sign(one) or _group_sign(one, groups) for one in given if one.reason not in elsewhere)
+    elsewhere = (*_ELSEWHERE, UNUSED_INDEX) if any(statement.kind == "index" for statement in given) else _ELSEWHERE
+    signs = (
+        _sign(statement) or _group_sign(statement, groups) for statement in given if statement.reason not in elsewhere
+    )
     return [sign for sign in signs if sign is not None]
 
 
@@ -271,7 +273,7 @@ def tags_of(signs: Sequence[GpuSign], torch: Collection[SpecifierSet], arch: str
     The newest version among the signs of the first rank counts, since other packages may have older ones. Signs with
     only a major version choose the CUDA of torch's default wheel, for the torch pinned by the specifiers `torch`.
     """
-    signs = [one for one in signs if one.statement.reason not in _MAYBE]
+    signs = [sign for sign in signs if sign.statement.reason not in _MAYBE]
     for rank in range(3):
         tags = {sign.tag: Version(sign.version) for sign in signs if sign.tag and sign.rank == rank}
         if tags:
@@ -288,7 +290,7 @@ def published(tag: str, torch: Collection[SpecifierSet], arch: str) -> str:
 
     Its major version is the same; for CUDA, the same drivers run it. Returns `tag` itself if no such tag is known.
     """
-    family = next(one for one in ACCELERATORS.values() if one.version(tag))
+    family = next(accelerator for accelerator in ACCELERATORS.values() if accelerator.version(tag))
     version, indexes = family.version(tag) or "", load_table("gpu_signs")["published"][family.name]
     rows = load_rows().torch if family.name == "cuda" else ()
     rows = tuple(row for row in rows if row.arch == arch and row.cuda and any(_accepted(torch, row.versions)))
@@ -310,7 +312,9 @@ def _newest_first(rows: Sequence[TorchBuild]) -> list[tuple[str, ...]]:
 def is_published(tag: str) -> bool:
     """Return whether PyTorch publishes a wheel index for an accelerator."""
     versions = load_table("gpu_signs")["published"]
-    return tag == "cpu" or any(one.version(tag) in versions.get(one.name, ()) for one in ACCELERATORS.values())
+    return tag == "cpu" or any(
+        accelerator.version(tag) in versions.get(accelerator.name, ()) for accelerator in ACCELERATORS.values()
+    )
 
 
 # Releases of torch that may exist; those that specifiers accept tell which rows apply.
@@ -319,8 +323,8 @@ _RELEASES = tuple(f"{major}.{minor}.{patch}" for major in (1, 2) for minor in ra
 
 def _accepted(torch: Collection[SpecifierSet], versions: str) -> Iterator[str]:
     """Yield the releases of torch within `versions` that all specifiers accept; local versions do not count."""
-    wanted = [SpecifierSet(re.sub(r"[+][^,;]*", "", str(one))) for one in (*torch, versions)]
-    yield from (release for release in _RELEASES if all(release in one for one in wanted))
+    specifiers = [SpecifierSet(re.sub(r"[+][^,;]*", "", str(one))) for one in (*torch, versions)]
+    yield from (release for release in _RELEASES if all(release in one for one in specifiers))
 
 
 def _first(row: TorchBuild) -> Version:
@@ -329,7 +333,9 @@ def _first(row: TorchBuild) -> Version:
 
 def published_note(signs: Sequence[GpuSign], tags: Sequence[str], targets: Sequence[Target]) -> str:
     """Return the warning that `targets` have another accelerator version than the `tags` of the signs, or ""."""
-    sign = next((one for one in signs if one.tag in tags and one.tag not in {two.accelerator for two in targets}), None)
+    sign = next(
+        (sign for sign in signs if sign.tag in tags and sign.tag not in {two.accelerator for two in targets}), None
+    )
     if sign is None:
         return ""
     names = ", ".join(target.name for target in targets)
@@ -349,10 +355,14 @@ def gpu_note(signs: Sequence[GpuSign], targets: Sequence[Target], tags: Sequence
         return any(_agrees(target.accelerator, sign) for target in targets)
 
     settled = any(sign.rank == 0 and is_carried(sign) for sign in signs)
-    missing = [one for one in signs if not is_carried(one) and not (settled and one.statement.kind in _PINS)]
+    missing = [
+        gpu_sign
+        for gpu_sign in signs
+        if not is_carried(gpu_sign) and not (settled and gpu_sign.statement.kind in _PINS)
+    ]
     if not missing:
         return ""
-    sign = next((one for one in missing if one.version), missing[0])
+    sign = next((gpu_sign for gpu_sign in missing if gpu_sign.version), missing[0])
     names = ", ".join(target.name for target in targets)
     head = (
         f"the sources name {'GPUs' if sign.known else sign.family}, and the recipe is for {names}: {_named(missing)}."
@@ -395,7 +405,9 @@ def _agrees(tag: str, sign: GpuSign) -> bool:
 
 def _pins_release(torch: Collection[SpecifierSet], versions: str) -> bool:
     known = SpecifierSet(versions)
-    pinned = [part.version.partition("+")[0] for one in torch for part in one if part.operator in ("==", "===")]
+    pinned = [
+        part.version.partition("+")[0] for specifiers in torch for part in specifiers if part.operator in ("==", "===")
+    ]
     return any(version.rstrip(".*") in known for version in pinned if not version.endswith("*"))
 
 
@@ -439,10 +451,10 @@ def _group_sign(statement: Statement, groups: Collection[str] | None) -> GpuSign
     if statement.kind not in _REQUIREMENTS or not _TORCH.match(statement.text):
         return None
     for name in statement.group.split():
-        found = _GROUP.fullmatch(name.lower()) if groups is None or normalise(name) in groups else None
-        if found:
-            accelerator = accelerator_of(found[1] or "") or ACCELERATORS["rocm" if found[2] else "cuda"]
-            version = (found[1] and accelerator.version(found[1])) or ""
+        match = _GROUP.fullmatch(name.lower()) if groups is None or normalise(name) in groups else None
+        if match:
+            accelerator = accelerator_of(match[1] or "") or ACCELERATORS["rocm" if match[2] else "cuda"]
+            version = (match[1] and accelerator.version(match[1])) or ""
             return GpuSign(replace(statement, group=name), accelerator.name, version, True)
     return None
 

@@ -43,7 +43,7 @@ def delete_value(text: str, keys: Keys) -> str:
     while above and above not in scanner.ends and not _at(expected, above):  # [image], of which there was [image.env]
         del _at(expected, above[:-1])[above[-1]]
         above = above[:-1]
-    for table in [one for one in reversed(scanner.headers) if one[: len(keys)] == keys]:
+    for table in [header for header in reversed(scanner.headers) if header[: len(keys)] == keys]:
         start, end = scanner.headers[table], _line_end(text, scanner.ends[table])
         text = text[:start] + re.sub(r"\A(?:[ \t]*\n)+", "", text[end:])
     return _checked(text.rstrip("\n") + "\n", expected)
@@ -95,7 +95,7 @@ def _is_inline(table: Keys, scanner: Scanner, data: dict[str, Any]) -> bool:
     if not table or table in scanner.headers:
         return False
     # A table that only headers of others name, as [targets] by [targets.cpu-x86_64], can have them behind those.
-    return bool(_at(data, table)) and not any(one[: len(table)] == table for one in scanner.headers)
+    return bool(_at(data, table)) and not any(header[: len(table)] == table for header in scanner.headers)
 
 
 def _line_end(text: str, at: int) -> int:

@@ -228,9 +228,9 @@ def compare(one: ArtifactReader, other: ArtifactReader, *, files: bool) -> Compa
     without = [read.about.spelling for read, contents in pairs if between and contents.prefix is None]
     if files and without:
         notes += (f"{', '.join(without)} has no environment of its own: files were not compared",)
-    found = _changes(comparable(left, view), comparable(right, view)) if files and not without else None
+    changes = _changes(comparable(left, view), comparable(right, view)) if files and not without else None
     left_out = tuple(load_table("comparison")[view]) if files else ()
-    return Comparison(settings, built, conda, python, debian, found, left_out, notes)
+    return Comparison(settings, built, conda, python, debian, changes, left_out, notes)
 
 
 def _same_content(one: Description, other: Description) -> bool:

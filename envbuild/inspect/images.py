@@ -158,7 +158,7 @@ def _listings(
             store.folder("listings")
             notes = {"scripts": sorted(made.scripts), "notes": list(made.notes.items())}
             write_table(_place(store, diff_id), {"format": FORMAT, **packed(made.members), **notes})
-    return [found for diff_id in ids if (found := known[diff_id]) is not None]
+    return [listing for diff_id in ids if (listing := known[diff_id]) is not None]
 
 
 def _contents(about: Description, listings: Sequence[LayerListing], quota: Quota) -> Inventory:
@@ -332,11 +332,11 @@ def open_registry_image(request: Request) -> ArtifactReader:
     check_image(manifest.layers, config, request.arch, request.spelling)
     Quota(request.access.site.limits).content(request.spelling, sum(layer.size for layer in manifest.layers))
 
-    def bring(wanted: Mapping[str, Descriptor]) -> Mapping[str, Path]:
-        total = sum(layer.size for layer in wanted.values())
-        with transfer(f"fetching {len(wanted)} layers of {request.rest}", total) as on_progress:
-            files = registry.fetch_blobs(list(wanted.values()), blobs, on_progress)
-        return dict(zip(wanted, files, strict=True))
+    def bring(descriptors: Mapping[str, Descriptor]) -> Mapping[str, Path]:
+        total = sum(layer.size for layer in descriptors.values())
+        with transfer(f"fetching {len(descriptors)} layers of {request.rest}", total) as on_progress:
+            files = registry.fetch_blobs(list(descriptors.values()), blobs, on_progress)
+        return dict(zip(descriptors, files, strict=True))
 
     return _opened(request, Pulled(manifest, config, blobs), manifest.digest, None, bring)
 
@@ -347,8 +347,8 @@ def _opened(
     layers = pulled.manifest.layers
     about = about_image(pulled.config, pulled.manifest.config.digest, digest, layers, request.spelling, place)
 
-    def here(wanted: Mapping[str, Descriptor]) -> Mapping[str, Path]:
-        return {diff_id: pulled.blobs.path(layer.digest) for diff_id, layer in wanted.items()}
+    def here(descriptors: Mapping[str, Descriptor]) -> Mapping[str, Path]:
+        return {diff_id: pulled.blobs.path(layer.digest) for diff_id, layer in descriptors.items()}
 
     return image_artifact(about, layers, bring or here, request.access)
 

@@ -60,17 +60,19 @@ def environments(paths: Iterable[str]) -> Iterator[str]:
     """Yield the folders of the conda environments to which `paths` of an artifact belong."""
     for path in paths:
         # An image has a hundred thousand paths: most need no search by regular expression.
-        found = _META.search(path) if "conda-meta/" in path else None
-        if found:
-            yield path[: found.start()]
+        match = _META.search(path) if "conda-meta/" in path else None
+        if match:
+            yield path[: match.start()]
 
 
 def records(notes: Mapping[str, Any]) -> tuple[CondaRecord, ...]:
     """Return every conda package in `notes` (path → note)."""
-    found = []
+    conda_records = []
     for folder, note in _noted(notes):
-        found.append(CondaRecord(location=folder, **{name: text for name, text in note.items() if name != "recorded"}))
-    return tuple(sorted(found, key=lambda p: (p.name, p.location, p.version, p.build)))
+        conda_records.append(
+            CondaRecord(location=folder, **{name: text for name, text in note.items() if name != "recorded"})
+        )
+    return tuple(sorted(conda_records, key=lambda p: (p.name, p.location, p.version, p.build)))
 
 
 def recorded_files(notes: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
@@ -137,9 +139,9 @@ def _recorded(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, list[str
 
 def interest(path: str) -> Reader | None:
     """Return the reader of the file at `path`, None for files without metadata."""
-    found = _INFO.search(path)
-    if found:
-        return _record if found[2] == "RECORD" else _metadata
+    match = _INFO.search(path)
+    if match:
+        return _record if match[2] == "RECORD" else _metadata
     if _LAYER.search(path):
         return _layer
     if _STATUS.search(path):
@@ -231,8 +233,8 @@ def _python_packages(paths: Iterable[str], notes: Mapping[str, Note]) -> tuple[P
 
 
 def _debian_packages(notes: Mapping[str, Note]) -> tuple[DebianPackage, ...]:
-    found = {DebianPackage(*map(str, row)) for path, note in notes.items() if _STATUS.search(path) for row in note}
-    return tuple(sorted(found, key=lambda p: (p.name, p.arch, p.version)))
+    packages = {DebianPackage(*map(str, row)) for path, note in notes.items() if _STATUS.search(path) for row in note}
+    return tuple(sorted(packages, key=lambda p: (p.name, p.arch, p.version)))
 
 
 def source_built(notes: Mapping[str, Note]) -> tuple[SourceBuilt, ...]:

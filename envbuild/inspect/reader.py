@@ -296,9 +296,9 @@ def _opened(kind: str, request: Request) -> ArtifactReader:
         about = replace(about, identity=state.digest, digest=state.digest, **said)
     elif kind == VENV:  # the version of Python in a conda environment comes from its packages (facts.completed)
         text = (folder / "pyvenv.cfg").read_text(encoding="utf-8", errors="replace")
-        found = re.search(r"^version(?:_info)?\s*=\s*((\d+(?:\.\d+)?)(?:\.\d+)*)", text, re.MULTILINE)
-        if found:
-            about = replace(about, python=found[2], python_version=found[1])
+        match = re.search(r"^version(?:_info)?\s*=\s*((\d+(?:\.\d+)?)(?:\.\d+)*)", text, re.MULTILINE)
+        if match:
+            about = replace(about, python=match[2], python_version=match[1])
     return ArtifactReader(about, partial(_contents, folder, kind))
 
 
@@ -329,8 +329,8 @@ def _walk(folder: str, relative: str, without: Collection[str] = ()) -> Iterator
 
 
 def _item(entry: os.DirEntry[str], path: str, notes: dict[str, Any], hashes: bool) -> Item:
-    found = entry.stat(follow_symlinks=False)
-    kind = _KINDS.get(stat.S_IFMT(found.st_mode), "socket")
+    status = entry.stat(follow_symlinks=False)
+    kind = _KINDS.get(stat.S_IFMT(status.st_mode), "socket")
     reader = interest(path) if kind == FILE else None
     digest, script = "", False
     if kind == FILE and (reader or hashes):
@@ -340,12 +340,12 @@ def _item(entry: os.DirEntry[str], path: str, notes: dict[str, Any], hashes: boo
             notes[path] = note
     return Item(
         kind,
-        stat.S_IMODE(found.st_mode),
-        found.st_size if kind == FILE else 0,
+        stat.S_IMODE(status.st_mode),
+        status.st_size if kind == FILE else 0,
         digest if hashes else "",
         os.readlink(entry.path) if kind == SYMLINK else "",
-        found.st_uid,
-        found.st_gid,
+        status.st_uid,
+        status.st_gid,
         hashes and script,
     )
 
@@ -388,7 +388,7 @@ def open_artifacts(texts: Sequence[str], access: ReadAccess, target: str | None)
     places = [split(text) for text in texts]
     names = [text for text, (form, _) in zip(texts, places, strict=True) if form is None]
     with ExitStack() as stack:
-        found = []
+        readers = []
         for text, (form, rest) in zip(texts, places, strict=True):
             request = Request(text, rest, wanted.arch if wanted else None, access, stack)
             try:
@@ -397,8 +397,8 @@ def open_artifacts(texts: Sequence[str], access: ReadAccess, target: str | None)
                 raise _neither_path_nor_image(names, error) if form is None else error from None
             if wanted and opened.about.target not in ("", wanted.name):
                 raise UsageError(f"{text} is for {opened.about.target}, not for {wanted.name}")
-            found.append(opened)
-        yield found
+            readers.append(opened)
+        yield readers
 
 
 @contextmanager

@@ -164,6 +164,6 @@ def _time(about: Description, source_date: int | None) -> datetime:
         return datetime.fromtimestamp(source_date, UTC)
     for text in (about.created, about.created[:19]):  # the time zone may be told in other ways than in RFC 3339
         with suppress(ValueError, OverflowError):
-            found = datetime.fromisoformat(text).replace(microsecond=0)
-            return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
+            moment = datetime.fromisoformat(text).replace(microsecond=0)
+            return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
     return datetime.fromtimestamp(FIXED_TIME, UTC)

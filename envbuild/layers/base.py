@@ -77,10 +77,10 @@ def _debian(
         path, version = _conda_python(plan)
     else:
         versions = {deb.name: deb.version for deb in lock.packages}
-        found = re.match(r"\d+(\.\d+)+", versions.get(f"{interpreter}-minimal", ""))
-        if found is None:
+        match = re.match(r"\d+(\.\d+)+", versions.get(f"{interpreter}-minimal", ""))
+        if match is None:
             raise BuildError(f"the image lock has no {interpreter}-minimal", "lock the recipe again")
-        path, version = f"/usr/bin/{interpreter}", found[0]
+        path, version = f"/usr/bin/{interpreter}", match[0]
     key: list[object] = [plan.mtime, compiler and compiler.identity, rules_digest()]
     key += [[deb.name, deb.version, deb.arch, deb.sha256] for deb in lock.packages]
 

@@ -140,7 +140,7 @@ def environment_part(
     key += [interpreter, python_version, system_packages, own[0].sha256, list(folders), state]
     key += ["conda"] if conda else []
     key += [wheel.sha256 for wheel in own[1:]]
-    key += [[one.path, one.mode, one.uid, one.gid, repr(one.xattrs)] for one in parents]
+    key += [[entry.path, entry.mode, entry.uid, entry.gid, repr(entry.xattrs)] for entry in parents]
     title = ", ".join(f"{wheel.name} {wheel.version}" for wheel in own)
     return LayerRequest(f"{title} and envbuild.json", key_of("environment", key), tree)
 

@@ -58,11 +58,11 @@ def locate_conda(
     """Return the files of `packages`, in order. Raises BuildError for unavailable packages."""
     from envbuild.store.fetch import CondaArchive, fetch_archives
 
-    wanted = [CondaArchive(package.url, package.sha256) for package in packages]
-    found = fetch_archives(
-        wanted, environment.store, environment.pip, environment.site, offline=offline, env=environment.variables
+    archives = [CondaArchive(package.url, package.sha256) for package in packages]
+    paths = fetch_archives(
+        archives, environment.store, environment.pip, environment.site, offline=offline, env=environment.variables
     )
-    return [(package, found[archive]) for package, archive in zip(packages, wanted, strict=True)]
+    return [(package, paths[archive]) for package, archive in zip(packages, archives, strict=True)]
 
 
 def read_info(package: Path) -> Info:

@@ -39,8 +39,8 @@ def image_compiler(
     can run it. The latter is unpacked at its first use: an image of cached layers does not need it.
     """
     # Two users of one envbuild get the same bytes, whatever is on their PATH.
-    if found := own_python(python) or find_python(python, environment):
-        return compiler_of(found)
+    if host_python := own_python(python) or find_python(python, environment):
+        return compiler_of(host_python)
     base, lacking = lock.base, f"{lock.target}: this host has no Python {python}"
     runs = not conda and Target.parse(lock.target).arch == host_arch()
     if runs and isinstance(base, DebianLock) and (own := _planned(base, python)):
@@ -53,9 +53,9 @@ def image_compiler(
 def _planned(lock: DebianLock, python: str) -> Compiler | None:
     """Return the base's Python from the data of its lock, without a path; None if its version is unknown."""
     version = next((deb.version for deb in lock.packages if deb.name == f"python{python}-minimal"), "")
-    found = re.match(r"\d+(\.\d+){2}", version)
+    match = re.match(r"\d+(\.\d+){2}", version)
     magic = MAGIC.get(python)
-    return Compiler("", found[0], f"cpython-{python.replace('.', '')}", magic) if found and magic else None
+    return Compiler("", match[0], f"cpython-{python.replace('.', '')}", magic) if match and magic else None
 
 
 def _unpacked(lock: DebianLock, own: Compiler, python: str, environment: Environment, offline: bool) -> Compiler:

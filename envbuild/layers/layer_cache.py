@@ -164,8 +164,8 @@ class TarCache:
 
     def expect(self, parts: Sequence[LayerRequest]) -> None:
         if self.store.remote is not None:
-            wanted = [part for part in parts if not _note(part, self.store).exists()]
-            self.store.remote.expect([CacheEntry("layer", part.key) for part in wanted])
+            requests = [part for part in parts if not _note(part, self.store).exists()]
+            self.store.remote.expect([CacheEntry("layer", part.key) for part in requests])
 
     def part(self, part: LayerRequest) -> CachedLayer:
         note = _note(part, self.store)

@@ -65,7 +65,7 @@ def collect(loaded: LoadedRecipe, environment: Environment, *, editable: bool = 
     if left := tracked and (git("ls-files", "-z", "-o", "--exclude-standard", "*.py") or "").split("\0")[:-1]:
         log(f"note: [project]: {len(left)} files are left out, as git does not track them: {', '.join(left[:5])}")
     files, links = [], []
-    for name in sorted({one for one in names if table.takes(one)}):
+    for name in sorted({name for name in names if table.takes(name)}):
         path = code.root / name
         if not name.isprintable() or "\ufffd" in name or name.startswith("/") or ".." in name.split("/"):
             raise RecipeError(f"{where} {name!r} is no name for a file of a wheel", "rename it")
@@ -236,7 +236,7 @@ def _editable(code: OwnCode, wheel: Path) -> Path:
     if lost := sorted(set(modules) - places.keys()):
         has = " or ".join(map(str, folders))
         raise BuildError(f"{code.where}: [project]: {lost[0]} of its wheel is not in {has}", "leave --editable out")
-    text = "".join(f"{one}\n" for one in sorted(set(places.values())))
+    text = "".join(f"{place}\n" for place in sorted(set(places.values())))
     path = wheel.parent / "editable" / wheel.name
     path.parent.mkdir()
     path.write_bytes(pack(with_record([(f"__editable__.{info.partition('-')[0]}.pth", text.encode()), *kept], info)))
@@ -282,8 +282,8 @@ def check_name(plan: Plan, name: str) -> dict[str, str]:
     """Return the other distributions of `plan`, with versions where known; raise RecipeError if one has this `name`."""
     known = {
         NAME: "",
-        **{one.name: one.version if one.locked else "" for one in plan.sources},
-        **{one.name: one.version for one in plan.packages},
+        **{layer.name: layer.version if layer.locked else "" for layer in plan.sources},
+        **{package.name: package.version for package in plan.packages},
     }
     if plan.conda:
         from envbuild.lock.conda_kind import provided

@@ -51,24 +51,24 @@ def requested_layers(loaded: LoadedRecipe, target: Target) -> RequestedLayers:
     """Return the layers of `target`, not yet bound to a build host. Raises RecipeError or UsageError."""
     recipe = loaded.recipe
     # Most recipes build nothing and need neither module.
-    found = RequestedLayers()
+    layers = RequestedLayers()
     if recipe.build or any("@" in text for conda in (False, True) for text in loaded.requirements(target, conda)):
         from envbuild.layers.source_known import built_layers, expected_layers
 
-        found = RequestedLayers(expected=expected_layers(loaded, target), built=partial(built_layers, loaded, target))
+        layers = RequestedLayers(expected=expected_layers(loaded, target), built=partial(built_layers, loaded, target))
     if not any(table.for_target(target.name) for table in recipe.layers.values()):
-        return found
+        return layers
     from envbuild.layers.source_known import source_layers
 
     sources, hosts = source_layers(loaded, target)
-    return replace(found, sources=sources, hosts=hosts)
+    return replace(layers, sources=sources, hosts=hosts)
 
 
 def for_host(loaded: LoadedRecipe, target: Target, environment: Environment) -> RequestedLayers:
     """Return the layers of an environment, to be built on this host with its own compilers."""
-    found = requested_layers(loaded, target)
-    if not found.every:
-        return found
+    layers = requested_layers(loaded, target)
+    if not layers.every:
+        return layers
     from envbuild.layers.local_build_host import host_identity
 
     def identity(one: SourceLayer) -> str:
@@ -79,26 +79,26 @@ def for_host(loaded: LoadedRecipe, target: Target, environment: Environment) -> 
         except HostError:  # no compiler: `check_here` reports it if it builds here
             return f"no compiler; {target.arch}" if one.locked else UNKNOWN  # most packages need none
 
-    return _of(found, identity)
+    return _of(layers, identity)
 
 
 def _of(layers: RequestedLayers, identity: Callable[[SourceLayer], str]) -> RequestedLayers:
-    sources = tuple(replace(one, environment=identity(one)) for one in layers.sources)
+    sources = tuple(replace(layer, environment=identity(layer)) for layer in layers.sources)
     return replace(layers, sources=sources, identity=identity)
 
 
 def bind_to_lock(layers: RequestedLayers, lock: Lock | CondaLock) -> RequestedLayers:
     """Add the source-built packages of `lock` to `layers`, and bind Python projects to its other packages."""
-    built = (replace(one, environment=layers.identity(one)) for one in layers.built(lock))
+    built = (replace(layer, environment=layers.identity(layer)) for layer in layers.built(lock))
     layers = replace(layers, sources=(*layers.sources, *built), expected=())
-    if not any(one.system == "wheel" for one in layers.sources):
+    if not any(layer.system == "wheel" for layer in layers.sources):
         return layers
     wheels = lock.pip if isinstance(lock, CondaLock) else lock
     conda = lock.packages if isinstance(lock, CondaLock) else ()
     content = [
         wheels.python,
-        [[one.name, one.version, one.hashes] for one in wheels.packages],
-        [[one.name, one.version, one.sha256] for one in conda],
+        [[package.name, package.version, package.hashes] for package in wheels.packages],
+        [[package.name, package.version, package.sha256] for package in conda],
     ]
     packages = hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -115,10 +115,12 @@ def bind_to_lock(layers: RequestedLayers, lock: Lock | CondaLock) -> RequestedLa
 def before_environment(layers: RequestedLayers) -> RequestedLayers:
     """Return the layers that can be built without an environment: no Python projects, and none that require these."""
     late: set[str] = set()
-    for one in layers.sources:  # each layer comes after those it requires
-        if one.system == "wheel" or late.intersection(one.requires):
-            late.add(one.name)
-    return replace(layers, sources=tuple(one for one in layers.sources if one.name not in late))
+    for layer in layers.sources:  # each layer comes after those it requires
+        if layer.system == "wheel" or late.intersection(layer.requires):
+            late.add(layer.name)
+    return replace(
+        layers, sources=tuple(source_layer for source_layer in layers.sources if source_layer.name not in late)
+    )
 
 
 def for_image(
@@ -128,46 +130,46 @@ def for_image(
 
     Raises LockError when `locked` is set and the lock is missing or stale, UsageError for a layer that needs the nodes.
     """
-    found = requested_layers(loaded, target)
-    if not found.every:
-        return found
+    layers = requested_layers(loaded, target)
+    if not layers.every:
+        return layers
     from envbuild.lock.base import builder_lock
     from envbuild.lock.lifecycle import ensure
 
-    check_for_image(found)
-    lock = ensure(builder_lock(loaded, target, found.every), environment, **use)
-    return replace(_of(found, lambda _: lock.digest), builder=lock)
+    check_for_image(layers)
+    lock = ensure(builder_lock(loaded, target, layers.every), environment, **use)
+    return replace(_of(layers, lambda _: lock.digest), builder=lock)
 
 
 def check_here(layers: RequestedLayers, environment: Environment) -> None:
     """Raise HostError when `layers` cannot be built on this host and are not in the store."""
-    hosts = {one.name: one.path for one in layers.hosts}
+    hosts = {host_layer.name: host_layer.path for host_layer in layers.hosts}
     done: dict[str, Path] = {}
-    for one in layers.sources:
-        arch = Target.parse(one.target).arch
+    for layer in layers.sources:
+        arch = Target.parse(layer.target).arch
         if arch != host_arch():
             from envbuild.layers.source_build import stored_layer
 
-            tree = stored_layer(one, done, environment, hosts)
+            tree = stored_layer(layer, done, environment, hosts)
             if tree is None:
                 raise other_host(layers.sources, arch)
-            done[one.name] = tree
+            done[layer.name] = tree
         elif layers.builder is None:
             from envbuild.layers.local_build_host import check_path, host_identity
 
             check_path(environment.store.root)
-            if one.environment.startswith(UNKNOWN):
-                host_identity(one, environment.variables)
+            if layer.environment.startswith(UNKNOWN):
+                host_identity(layer, environment.variables)
 
 
 def check_for_image(layers: RequestedLayers) -> None:
     """Raise UsageError for a layer that is built against a host layer, because images do not contain host layers."""
-    hosts = {one.name: one for one in layers.hosts}
-    for one in layers.sources:
-        outside = next((hosts[name] for name in one.requires if name in hosts), None)
+    hosts = {host_layer.name: host_layer for host_layer in layers.hosts}
+    for layer in layers.sources:
+        outside = next((hosts[name] for name in layer.requires if name in hosts), None)
         if outside:
             raise UsageError(
-                f"layer {one.name} is built with {outside.name}, which only the nodes have ({outside.path}): "
+                f"layer {layer.name} is built with {outside.name}, which only the nodes have ({outside.path}): "
                 "images are built without it",
                 f"let {outside.name} be built too (without `kind` and `path` in [layers.{outside.name}]) in a version "
                 "that the nodes' can take the place of when the image is started; or build a venv on a node",
@@ -176,7 +178,7 @@ def check_for_image(layers: RequestedLayers) -> None:
 
 def other_host(sources: Sequence[SourceLayer], arch: str) -> HostError:
     """Return the error for `sources` of another architecture that are not in the store."""
-    names = ", ".join(one.name for one in sources)
+    names = ", ".join(layer.name for layer in sources)
     return HostError(
         f"the store has not all of {names} for {arch}, and this {host_arch()} host cannot build them",
         f"run `envbuild layers RECIPE --target {sources[0].target} --for image` on an {arch} node with the same store "

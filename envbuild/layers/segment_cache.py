@@ -57,8 +57,8 @@ class SegmentCache:
         if self.store.remote is not None:
             places = [self._place(part.key) for part in parts]
             ends = (".index", ".data")
-            wanted = [place for place in places if not all(place.with_suffix(end).exists() for end in ends)]
-            self.store.remote.expect([CacheEntry("segment", place.name) for place in wanted])
+            paths = [place for place in places if not all(place.with_suffix(end).exists() for end in ends)]
+            self.store.remote.expect([CacheEntry("segment", place.name) for place in paths])
 
     def part(self, part: LayerRequest) -> CachedSegment:
         found: list[tuple[str, str, str]] = []

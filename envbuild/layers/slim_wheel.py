@@ -52,8 +52,8 @@ def slim_wheel(wheel: Path, sha256: str, name: str, rules: SlimRules, store: Sto
                 made = str(read_note(note)["sha256"])
                 if made == sha256:
                     return wheel, sha256
-                if (found := store.find("wheels", made, wheel.name.__eq__)) is not None:
-                    return found, made
+                if (path := store.find("wheels", made, wheel.name.__eq__)) is not None:
+                    return path, made
             with new_file(store.folder("partial"), "slim-") as (_, temporary):
                 did = write_slim_wheel(wheel, sha256, name, rules, temporary)
                 if did:
@@ -78,7 +78,7 @@ def write_slim_wheel(wheel: Path, sha256: str, name: str, rules: SlimRules, plac
     with reading(wheel.name, "wheel"), zipfile.ZipFile(wheel) as archive:
         members = [one for one in archive.infolist() if not one.is_dir()]
         info, rows = recorded_rows(archive, wheel.name)
-        if not any(rules.blanks(name, one.filename) or rules.removes(one.filename) for one in members):
+        if not any(rules.blanks(name, member.filename) or rules.removes(member.filename) for member in members):
             return {}
         with zipfile.ZipFile(place, "w", zipfile.ZIP_STORED) as slim:
             for member in members:

@@ -122,7 +122,7 @@ def _move_text(path: Path, name: str, traces: Sequence[str], stand_ins: Sequence
     if fixed != text:
         path.write_bytes(fixed)
     # Plain text only: binary data may contain such bytes by chance.
-    return b"\0" not in fixed and any(one.encode() in fixed for one in (*traces, PREFIX))
+    return b"\0" not in fixed and any(trace.encode() in fixed for trace in (*traces, PREFIX))
 
 
 def _holds(path: Path, what: bytes) -> bool:
@@ -177,9 +177,9 @@ def read_manifest(tree: Path, digest: Callable[[Path], str] = sha256_of) -> Sour
 
     `digest` returns the sha256 of a file.
     """
-    found = stored_manifest(tree)
+    manifest = stored_manifest(tree)
     with suppress(OSError):
-        return found if found and found.files == list_files(tree, digest) else None
+        return manifest if manifest and manifest.files == list_files(tree, digest) else None
     return None
 
 

@@ -47,14 +47,14 @@ def source_layers(loaded: LoadedRecipe, target: Target) -> tuple[tuple[SourceLay
     """Return the source layers of `target` in topological order, and its host layers. Raises RecipeError."""
     tables = {name: table for name, table in loaded.recipe.layers.items() if table.for_target(target.name)}
     kinds = {name: layer_kind(name, table) for name, table in tables.items()}
-    wanted = {name: table for name, table in tables.items() if kinds[name] == "source"}
-    known = {name: _known(name, loaded.recipe.fabric, target) for name in wanted}
+    layer_tables = {name: table for name, table in tables.items() if kinds[name] == "source"}
+    known = {name: _known(name, loaded.recipe.fabric, target) for name in layer_tables}
     # A required layer with a default version is added; it may require others.
-    waiting = list(wanted)
+    waiting = list(layer_tables)
     while waiting:
         name = waiting.pop()
-        for one in _requires(known[name], wanted[name]):
-            if one in tables or one in wanted:
+        for one in _requires(known[name], layer_tables[name]):
+            if one in tables or one in layer_tables:
                 continue
             extra = _known(one, loaded.recipe.fabric, target)
             if not extra.default:
@@ -62,10 +62,10 @@ def source_layers(loaded: LoadedRecipe, target: Target) -> tuple[tuple[SourceLay
                     f"{_where(loaded, name)}: {name} needs the layer {one!r}, which {target} does not have",
                     f'add [layers.{one}] with a version, or kind = "host" and the path where the nodes have it',
                 )
-            wanted[one], known[one] = LayerTable(version=extra.default), extra
+            layer_tables[one], known[one] = LayerTable(version=extra.default), extra
             waiting.append(one)
-    order = _sorted({name: _requires(known[name], wanted[name]) for name in wanted}, loaded)
-    layers = tuple(_layer(loaded, target, name, wanted[name], known[name], kinds) for name in order)
+    order = _sorted({name: _requires(known[name], layer_tables[name]) for name in layer_tables}, loaded)
+    layers = tuple(_layer(loaded, target, name, layer_tables[name], known[name], kinds) for name in order)
     hosts = tuple(HostLayer(name, table.version, table.path) for name, table in tables.items() if kinds[name] == "host")
     return layers, hosts
 
@@ -240,7 +240,7 @@ def expected_layers(loaded: LoadedRecipe, target: Target) -> tuple[SourceLayer, 
     names = {**loaded.builds(target)}
     for conda in (False, True):
         direct = references(loaded.requirements(target, conda))
-        names |= {name: loaded.build_table(name) for name, one in direct.items() if not one.is_wheel}
+        names |= {name: loaded.build_table(name) for name, reference in direct.items() if not reference.is_wheel}
     return tuple(_built_layer(name, target, table) for name, table in sorted(names.items()))
 
 
@@ -248,25 +248,25 @@ def built_layers(loaded: LoadedRecipe, target: Target, lock: Lock | CondaLock) -
     """Return a layer for each source-built package of `lock`. Raises RecipeError for an unreadable patch."""
     conda = isinstance(lock, CondaLock)
     direct = references(loaded.requirements(target, conda))
-    found = []
-    for one in (lock.pip if isinstance(lock, CondaLock) else lock).built:
-        table, reference = loaded.build_table(one.name), direct.get(one.name)
-        variables = build_variables(table, one.version, git=bool(one.commit))
+    layers = []
+    for package in (lock.pip if isinstance(lock, CondaLock) else lock).built:
+        table, reference = loaded.build_table(package.name), direct.get(package.name)
+        variables = build_variables(table, package.version, git=bool(package.commit))
         wheels = {pip.name: pip for pip in front_end()}
-        wheels |= {wheel.name: wheel for wheel in one.build}
-        found.append(
+        wheels |= {wheel.name: wheel for wheel in package.build}
+        layers.append(
             replace(
-                _built_layer(one.name, target, table),
-                version=one.version,
-                url=reference.source(loaded.folder, one.commit) if reference else f"index:{one.name}",
-                sha256=one.sha256,
+                _built_layer(package.name, target, table),
+                version=package.version,
+                url=reference.source(loaded.folder, package.commit) if reference else f"index:{package.name}",
+                sha256=package.sha256,
                 configure=tuple(f"{name}={value}" for name, value in variables.items()),
-                patches=patches_of(loaded, ("build", one.name), table.patches),
+                patches=patches_of(loaded, ("build", package.name), table.patches),
                 build=tuple(wheels.values()),
                 indexes=loaded.recipe.targets[target.name].indexes,
             )
         )
-    return tuple(found)
+    return tuple(layers)
 
 
 def _built_layer(name: str, target: Target, table: BuildTable) -> SourceLayer:

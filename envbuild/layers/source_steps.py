@@ -120,15 +120,15 @@ _SYSTEMS = {"autotools": _autotools, "make": _make, "wheel": _wheel}
 def _licences(job: SourceBuild) -> None:
     """Copy the licence texts of the source to the installed files."""
     for patterns in (job.layer.licences, _LICENCES):
-        found = sorted({path for one in patterns for path in job.source.glob(one) if path.is_file()})
-        if found:
+        paths = sorted({path for pattern in patterns for path in job.source.glob(pattern) if path.is_file()})
+        if paths:
             break
     else:
         job.log(f"{job.title}: no licence file in its archive")
         return
     folder = job.staged / "share" / "licenses" / job.layer.name
     folder.mkdir(parents=True, exist_ok=True)
-    for path in found:
+    for path in paths:
         shutil.copyfile(path, folder / path.name)
 
 
@@ -144,7 +144,7 @@ def tidy(tree: Path, roots: Sequence[str] = ()) -> None:
         if path.is_symlink():
             target = os.readlink(path)
             # Makefiles without DESTDIR, and some with it, link to the folder that they install into.
-            root = next((one for one in (PREFIX, *roots) if target.startswith(one + "/")), None)
+            root = next((root for root in (PREFIX, *roots) if target.startswith(root + "/")), None)
             if root is not None:
                 inner = os.path.relpath(target, root / path.parent.relative_to(tree))
                 path.unlink()

@@ -61,7 +61,7 @@ def check_store(store: Store, workers: int) -> tuple[int, int, list[Path]]:
         (path, partial(_keep_file, path, sha256, store)) for path, sha256 in stored_files(store)
     ]
     for patterns, keep in ((_NOTES, _keep_note), (_TABLES, _keep_table)):
-        files += [(path, partial(keep, path)) for one in patterns for path in sorted(store.root.glob(one))]
+        files += [(path, partial(keep, path)) for pattern in patterns for path in sorted(store.root.glob(pattern))]
     sizes = {path: path.stat().st_size for path, _ in files}
     with transfer(f"reading {len(files)} files of {store.root}", sum(sizes.values())) as on_progress:
 

@@ -50,13 +50,13 @@ def locate(
     project with the name of another package.
     """
     wheels = published_wheels(plan, environment, offline)
-    return [_slimmed(one, plan, environment) for one in wheels], own_wheels(plan, trainer, environment, offline)
+    return [_slimmed(file, plan, environment) for file in wheels], own_wheels(plan, trainer, environment, offline)
 
 
 def published_wheels(plan: Plan, environment: Environment, offline: bool) -> list[WheelFile]:
     """Return the wheels of `plan` in order, without [slim]. Raises BuildError as `locate`."""
-    found = fetch_wheels(plan.packages, environment, plan.indexes, plan.bound, offline=offline)
-    wheels = [_wheel(p.name, p.version, path, environment) for p, path in zip(plan.packages, found, strict=True)]
+    paths = fetch_wheels(plan.packages, environment, plan.indexes, plan.bound, offline=offline)
+    wheels = [_wheel(p.name, p.version, path, environment) for p, path in zip(plan.packages, paths, strict=True)]
     check_wheels(Target.parse(plan.target), wheels)
     return wheels
 
@@ -86,20 +86,20 @@ def known_wheels(plan: Plan, environment: Environment, offline: bool) -> list[Wh
         return fetch_wheels([one], environment, plan.indexes, plan.bound, offline=offline)[0]
 
     store, known = environment.store, {}
-    for one, facts in zip(plan.packages, wheel_facts([p.hashes for p in plan.packages], store), strict=True):
+    for package, facts in zip(plan.packages, wheel_facts([p.hashes for p in plan.packages], store), strict=True):
         if facts is not None:
-            exact = replace(one, hashes=facts[:1])  # a lock may accept several files, and the facts are of one
-            known[one.name] = WheelFile(one.name, one.version, partial(find, exact), *facts)
-    missing = [one for one in plan.packages if one.name not in known]
+            exact = replace(package, hashes=facts[:1])  # a lock may accept several files, and the facts are of one
+            known[package.name] = WheelFile(package.name, package.version, partial(find, exact), *facts)
+    missing = [locked_package for locked_package in plan.packages if locked_package.name not in known]
     paths = fetch_wheels(missing, environment, plan.indexes, plan.bound, offline=offline)
-    for one, path in zip(missing, paths, strict=True):
-        wheel = _wheel(one.name, one.version, path, environment)
-        torch = _read_torch(path) if one.name == "torch" else None
-        known[one.name] = replace(wheel, file_name=path.name, torch=torch)
-        note_facts(one.hashes, known[one.name], store)
-    wheels = [known[one.name] for one in plan.packages]
+    for package, path in zip(missing, paths, strict=True):
+        wheel = _wheel(package.name, package.version, path, environment)
+        torch = _read_torch(path) if package.name == "torch" else None
+        known[package.name] = replace(wheel, file_name=path.name, torch=torch)
+        note_facts(package.hashes, known[package.name], store)
+    wheels = [known[locked_package.name] for locked_package in plan.packages]
     check_wheels(Target.parse(plan.target), wheels)
-    return [_slimmed_later(one, plan, environment) for one in wheels]
+    return [_slimmed_later(file, plan, environment) for file in wheels]
 
 
 def own_wheels(plan: Plan, trainer: Trainer, environment: Environment, offline: bool) -> list[WheelFile]:
@@ -126,9 +126,9 @@ def fetch_wheels(
     """
     from envbuild.store.fetch import WantedWheel, locate_wheels
 
-    wanted = [WantedWheel(one.name, one.version, frozenset(one.hashes)) for one in wheels]
-    found = locate_wheels(
-        wanted,
+    wanted_wheels = [WantedWheel(package.name, package.version, frozenset(package.hashes)) for package in wheels]
+    paths = locate_wheels(
+        wanted_wheels,
         environment.store,
         environment.pip,
         environment.site,
@@ -138,7 +138,7 @@ def fetch_wheels(
         env=environment.variables,
         default_index=environment.default_index,
     )
-    return [found[one] for one in wanted]
+    return [paths[wheel] for wheel in wanted_wheels]
 
 
 def _wheel(name: str, version: str, path: Path, environment: Environment) -> WheelFile:
@@ -172,7 +172,7 @@ def check_wheels(target: Target, wheels: Iterable[WheelFile]) -> None:
 
 def pinned(wheels: Iterable[WheelFile]) -> str:
     """Return `wheels` as the lines of a requirements file."""
-    return "".join(f"{one.name}=={one.version} --hash=sha256:{one.sha256}\n" for one in wheels)
+    return "".join(f"{file.name}=={file.version} --hash=sha256:{file.sha256}\n" for file in wheels)
 
 
 def wheel_arch(name: str) -> str | None:

@@ -73,8 +73,8 @@ def audited(lock: object) -> tuple[set[AuditedPackage], int]:
         pip, _ = audited(lock.pip)
         return pip, len(lock.packages)
     if isinstance(lock, Lock):
-        rows = [(one.name, one.version) for one in lock.packages]
-        rows += [(one.name, one.version) for one in lock.built]
+        rows = [(package.name, package.version) for package in lock.packages]
+        rows += [(package.name, package.version) for package in lock.built]
         return {AuditedPackage(PYPI, normalise(name), version.partition("+")[0]) for name, version in rows}, 0
     if isinstance(lock, ImageLock) and isinstance(lock.base, DebianLock):
         release = _RELEASES.get(lock.base.suite)
@@ -95,15 +95,15 @@ def _without_rebuild(version: str) -> str:
     return head if mark and number.isdecimal() else version
 
 
-def read_database(folder: Path, wanted: Collection[AuditedPackage]) -> AdvisoryDatabase:
+def read_database(folder: Path, packages: Collection[AuditedPackage]) -> AdvisoryDatabase:
     """Read the records about the packages `wanted` from the export in `folder`.
 
     Raises VerificationError when a required zip is missing or damaged.
     """
-    names = {(one.ecosystem, one.name) for one in wanted}
+    names = {(package.ecosystem, package.name) for package in packages}
     records: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     newest = {}
-    for kind in sorted({one.ecosystem.partition(":")[0] for one in wanted}):
+    for kind in sorted({package.ecosystem.partition(":")[0] for package in packages}):
         path, latest = folder / kind / "all.zip", datetime.min.replace(tzinfo=UTC)
         try:
             for record in _records(path):
@@ -173,7 +173,7 @@ def _advisory(package: AuditedPackage, record: Mapping[str, Any]) -> Advisory | 
 
 def _events(row: Mapping[str, Any]) -> list[Mapping[str, str]]:
     ranges = [one for one in row.get("ranges") or () if one.get("type") == "ECOSYSTEM"]
-    return [event for one in ranges for event in one.get("events") or ()]
+    return [event for range_ in ranges for event in range_.get("events") or ()]
 
 
 def _affects(row: Mapping[str, Any], package: AuditedPackage) -> bool:
@@ -183,7 +183,7 @@ def _affects(row: Mapping[str, Any], package: AuditedPackage) -> bool:
     """
     mine = _place(package, package.version)
     versions = row.get("versions") or ()
-    if package.version in versions or any(_place(package, one) == mine for one in versions):
+    if package.version in versions or any(_place(package, version) == mine for version in versions):
         return True
     for one in row.get("ranges") or ():
         if one.get("type") != "ECOSYSTEM":
@@ -252,7 +252,7 @@ def open_database(locks: Iterable[object], table: AuditTable, now: datetime) -> 
         raise UsageError(
             "no database of vulnerabilities is named", "give --database FOLDER, or `database` in [audit] of site.toml"
         )
-    database = read_database(Path(table.database), {one for lock in locks for one in audited(lock)[0]})
+    database = read_database(Path(table.database), {package for lock in locks for package in audited(lock)[0]})
     most = seconds(table.max_age)
     for kind, newest in database.newest.items():
         if most is not None and (now - newest).total_seconds() > most:
@@ -273,8 +273,8 @@ def judge_locks(locks: Iterable[object], database: AdvisoryDatabase, table: Audi
         packages |= known
         unknown += others
     found = advisories(sorted(packages), database)
-    ignored = [one for one in found if not {one.id, *one.aliases}.isdisjoint(table.ignore)]
-    left = tuple(one for one in found if one not in ignored)
+    ignored = [advisory for advisory in found if not {advisory.id, *advisory.aliases}.isdisjoint(table.ignore)]
+    left = tuple(advisory for advisory in found if advisory not in ignored)
     return LockAudit(left, tuple(ignored), len(packages), unknown, min(database.newest.values(), default=None))
 
 
@@ -315,20 +315,20 @@ class UpgradeReport:
         the `faults`: the locks have changed already, and only the report lists the changes.
         """
         text = ["# Upgraded locks", ""]
-        changed = [one for one in self.changes if one.lines]
+        changed = [lock_change for lock_change in self.changes if lock_change.lines]
         if not changed:
             text += ["Nothing changed.", ""]
-        for one in changed:
+        for change in changed:
             text += [
-                f"## {one.recipe}, {one.target}: {one.kind}",
+                f"## {change.recipe}, {change.target}: {change.kind}",
                 "",
                 "| package | before | after | size |",
                 "| --- | --- | --- | --- |",
             ]
-            sizes = [sizes_of(lock, store) for lock in (one.before, one.after)]
-            text += [_row(line, *sizes) for line in one.lines]
+            sizes = [sizes_of(lock, store) for lock in (change.before, change.after)]
+            text += [_row(line, *sizes) for line in change.lines]
             text.append("")
-            if overrides := _overrides(one.after):
+            if overrides := _overrides(change.after):
                 text += [f"Overridden, whatever packages ask for: {', '.join(f'`{one}`' for one in overrides)}.", ""]
         for verified in self.verified:
             text += _verified(verified)
@@ -343,7 +343,10 @@ class UpgradeReport:
         return "\n".join(text)
 
     def _vulnerabilities(self, table: AuditTable) -> list[str]:
-        old, new_locks = [one.before for one in self.changes if one.before], [one.after for one in self.changes]
+        old, new_locks = (
+            [change.before for change in self.changes if change.before],
+            [change.after for change in self.changes],
+        )
         database = open_database([*old, *new_locks], table, datetime.now(UTC))
         before, after = judge_locks(old, database, table), judge_locks(new_locks, database, table)
         text = ["## Known vulnerabilities", ""]
@@ -356,7 +359,7 @@ class UpgradeReport:
         left = _without(after.found, new)
         for title, those in (("Mended", mended), ("New", new), ("Left", left)):
             text += [f"**{title}: {len(those)}**", ""]
-            text += [f"- {_said(one)}" for one in those] + ([""] if those else [])
+            text += [f"- {_said(advisory)}" for advisory in those] + ([""] if those else [])
         return text
 
 
@@ -366,8 +369,8 @@ def _overrides(lock: object) -> tuple[str, ...]:
 
 
 def _without(those: Sequence[Advisory], others: Collection[Advisory]) -> list[Advisory]:
-    known = {(one.package.name, one.id) for one in others}
-    return [one for one in those if (one.package.name, one.id) not in known]
+    known = {(advisory.package.name, advisory.id) for advisory in others}
+    return [advisory for advisory in those if (advisory.package.name, advisory.id) not in known]
 
 
 def _row(line: str, before: Mapping[str, int], after: Mapping[str, int]) -> str:
@@ -384,15 +387,17 @@ def _row(line: str, before: Mapping[str, int], after: Mapping[str, int]) -> str:
 def sizes_of(lock: object, store: Store) -> dict[str, int]:
     """Return name → size (bytes) for the locked packages whose size is in the lock or in `store`."""
     if isinstance(lock, CondaLock):
-        files = {one.name: store.find(ARCHIVES, one.sha256, one.file_name.__eq__) for one in lock.packages}
-        own = {one.name: one.size for one in lock.packages if one.size}
+        files = {
+            package.name: store.find(ARCHIVES, package.sha256, package.file_name.__eq__) for package in lock.packages
+        }
+        own = {package.name: package.size for package in lock.packages if package.size}
         own |= {name: path.stat().st_size for name, path in files.items() if path}
         return own | sizes_of(lock.pip, store)
     if isinstance(lock, Lock):
-        wanted = [WantedWheel(one.name, one.version, frozenset(one.hashes)) for one in lock.packages]
-        return {one.name: path.stat().st_size for one in wanted if (path := stored_wheel(one, store))}
+        wheels = [WantedWheel(package.name, package.version, frozenset(package.hashes)) for package in lock.packages]
+        return {wheel.name: path.stat().st_size for wheel in wheels if (path := stored_wheel(wheel, store))}
     if isinstance(lock, ImageLock) and isinstance(lock.base, DebianLock):
-        return {one.name: one.size for one in lock.base.packages}
+        return {deb.name: deb.size for deb in lock.base.packages}
     return {}
 
 
@@ -419,7 +424,7 @@ def _outcome(receipt: Mapping[str, Any]) -> str:
 
 
 def _losses(receipt: Mapping[str, Any]) -> Sequence[float]:
-    found = next((one["evidence"] for one in receipt["checks"] if one["name"] == "curve"), None) or {}
+    found = next((check["evidence"] for check in receipt["checks"] if check["name"] == "curve"), None) or {}
     return found.get("losses") or ()
 
 

@@ -160,11 +160,11 @@ def pull(base: str, digest: str | None, arch: str, environment: Environment, fol
         return pulled
     registry = environment.registry(base)
     manifest = registry.image(arch, digest)
-    wanted = [manifest.config, *manifest.layers]
-    Quota(environment.site.limits).content(base, sum(blob.size for blob in wanted))
-    if not all(map(blobs.has, wanted)):
-        with transfer(f"pulling {base}", sum(blob.size for blob in wanted)) as on_progress:
-            registry.fetch_blobs(wanted, blobs, on_progress)
+    descriptors = [manifest.config, *manifest.layers]
+    Quota(environment.site.limits).content(base, sum(blob.size for blob in descriptors))
+    if not all(map(blobs.has, descriptors)):
+        with transfer(f"pulling {base}", sum(blob.size for blob in descriptors)) as on_progress:
+            registry.fetch_blobs(descriptors, blobs, on_progress)
     config = parse_config(blobs.read(manifest.config.digest), base)
     check_image(manifest.layers, config, arch, base)
     blobs.add(manifest.raw)  # last: a manifest in the store means that its blobs are complete

@@ -181,7 +181,7 @@ class UvCompile:
 
     def _advice(self, kind: str, name: str, requirements: Sequence[str]) -> str:
         releases = self.offers.releases([name])[name]
-        usable = [str(one.version) for one in releases if one.fits(self.python, self.platform)]
+        usable = [str(release.version) for release in releases if release.fits(self.python, self.platform)]
         newest = ", ".join(usable[: -_SHOWN - 1 : -1]) or "none"
         more = f" (the newest of {len(usable)})" if len(usable) > _SHOWN else ""
         change = f"change the requirement of {name}"
@@ -193,7 +193,7 @@ class UvCompile:
         from packaging.requirements import Requirement
 
         lines = [line for line in map(Requirement, requirements) if normalise(line.name) == name]
-        asked = [one for python in (self.python, *PYTHONS) for one in allowed_releases(releases, lines, python)]
+        asked = [release for python in (self.python, *PYTHONS) for release in allowed_releases(releases, lines, python)]
         if not asked:
             return None
         newest = max(asked, key=lambda one: one.version)
@@ -227,8 +227,8 @@ def explanation(done: subprocess.CompletedProcess[str]) -> str:
     """
     done.stderr = _OWN_ADVICE.sub("", done.stderr)
     lines = done.stderr.splitlines()
-    index = next((found[1] for line in lines if (found := _UNREACHED.search(line))), "")
-    causes = [found[1] for line in lines if (found := _CAUSE.match(line))]
+    index = next((match[1] for line in lines if (match := _UNREACHED.search(line))), "")
+    causes = [match[1] for line in lines if (match := _CAUSE.match(line))]
     if index and any("error sending request" in line for line in lines):
         return f"  {index} cannot be reached: {causes[-1]}"
     return process.tail(done)
@@ -269,7 +269,7 @@ class Sources:
         """
         from packaging.requirements import Requirement
 
-        commits = {one.name: one for one in kept.built} if kept else {}
+        commits = {package.name: package for package in kept.built} if kept else {}
         found = []
         for text in requirements:
             parsed = Requirement(text)
@@ -306,11 +306,11 @@ class Sources:
             return self.archive(WantedArchive(one.name, "", one.url, one.sha256))
         from packaging.utils import parse_wheel_filename
 
-        wanted = WantedWheel(one.name, str(parse_wheel_filename(one.file_name)[1]), frozenset({one.sha256}))
+        wheel = WantedWheel(one.name, str(parse_wheel_filename(one.file_name)[1]), frozenset({one.sha256}))
         of, url = self.environment, one.source(self.recipe.folder)
         try:
             return locate_wheels(
-                [wanted],
+                [wheel],
                 of.store,
                 of.pip,
                 of.site,
@@ -319,7 +319,7 @@ class Sources:
                 offline=self.offline,
                 env=of.variables,
                 default_index=of.default_index,
-            )[wanted]
+            )[wheel]
         except EnvbuildError as error:
             raise LockError(error.message, error.hint) from None
 
@@ -342,17 +342,19 @@ class Sources:
     def locate(self, row: Mapping[str, Any], kept: Lock | None) -> tuple[BuiltPackage, Path]:
         """Return the package of a PEP 751 row, without its build requirements, and its archive. Raises LockError."""
         name, version = normalise(str(row["name"])), str(row["version"])
-        known = next((one for one in kept.built if one.name == name), None) if kept else None
+        known = (
+            next((built_package for built_package in kept.built if built_package.name == name), None) if kept else None
+        )
         reference = self.references.get(name)
         if reference is not None and reference.kind == "git":
             commit = str(row["vcs"]["commit-id"])
             sha256 = known.sha256 if known and known.commit == commit else self._commit(reference, commit)
-            found = BuiltPackage(name, version, sha256, commit, reference.ref)
+            package = BuiltPackage(name, version, sha256, commit, reference.ref)
         else:
             archive = row.get("archive") or row["sdist"]
-            found = BuiltPackage(name, version, str(archive["hashes"]["sha256"]))
-        url = reference.source(self.recipe.folder, found.commit) if reference else f"index:{name}"
-        return found, self.archive(WantedArchive(name, version, url, found.sha256, indexes=self.indexes))
+            package = BuiltPackage(name, version, str(archive["hashes"]["sha256"]))
+        url = reference.source(self.recipe.folder, package.commit) if reference else f"index:{name}"
+        return package, self.archive(WantedArchive(name, version, url, package.sha256, indexes=self.indexes))
 
     def _commit(self, one: DirectReference, commit: str) -> str:
         of, answers = self.environment, []
@@ -374,7 +376,7 @@ def sources_of(
 ) -> Sources:
     """Return the sources of the packages in [build], and of `requirements` that are direct references."""
     direct, builds = references(requirements), recipe.builds(target)
-    builds |= {name: recipe.build_table(name) for name, one in direct.items() if not one.is_wheel}
+    builds |= {name: recipe.build_table(name) for name, reference in direct.items() if not reference.is_wheel}
     return Sources(recipe, environment, offline, direct, builds, recipe.recipe.targets[target.name].indexes)
 
 
@@ -385,7 +387,7 @@ def check_used(recipe: LoadedRecipe, target: Target, built: Iterable[BuiltPackag
     """
     if recipe.recipe.conda.dependencies and recipe.requirements(target, conda=False):
         return
-    known = {one.name for one in built}
+    known = {package.name for package in built}
     for name, table in recipe.recipe.build.items():
         if table.for_target(target.name) and normalise(name) not in known:
             raise LockError(
@@ -487,28 +489,31 @@ def lock_built(
     Builds keep the versions in `keep` and in the environment's `packages` while they fit. A build without isolation
     uses the environment's `packages` and `provided`; wheels of these are left out. Raises LockError.
     """
-    found, before = [], {one.name: one.build for one in keep.built} if keep else {}
-    there = {one.name for one in packages} | provided.keys()
+    built_packages, before = (
+        [],
+        {built_package.name: built_package.build for built_package in keep.built} if keep else {},
+    )
+    there = {locked_package.name for locked_package in packages} | provided.keys()
     for number, row in enumerate(rows):
-        one, archive = sources.locate(row, keep)
-        table, title = sources.builds[one.name], f"{one.name} {one.version}"
+        package, archive = sources.locate(row, keep)
+        table, title = sources.builds[package.name], f"{package.name} {package.version}"
         folder = uv.work / f"build-{number}"
         folder.mkdir()
         lines = declared_requirements(
             archive,
             title,
             table,
-            build_variables(table, one.version, git=bool(one.commit)),
+            build_variables(table, package.version, git=bool(package.commit)),
             folder,
             uv.offers.indexes,
             sources.environment,
             offline=sources.offline,
         )
-        known = {wheel.name: wheel for wheel in (*packages, *before.get(one.name, ()))}
+        known = {wheel.name: wheel for wheel in (*packages, *before.get(package.name, ()))}
         wheels = _resolved(lines, tuple(known.values()), uv, title, str(sources.recipe.path))
         own = tuple(wheel for wheel in wheels if table.isolation or wheel.name not in there)
-        found.append(replace(one, build=own))
-    return tuple(found)
+        built_packages.append(replace(package, build=own))
+    return tuple(built_packages)
 
 
 def _resolved(

@@ -149,16 +149,16 @@ def _packages(data: Mapping[str, Any], source: str, text: str) -> dict[str, tupl
     rows = data.get("package")
     if not isinstance(rows, list):
         raise LockError(f"{source}: 'package' is missing or no list", _HINT)
-    found: dict[str, dict[str, CondaPackage]] = {}
+    packages: dict[str, dict[str, CondaPackage]] = {}
     for index, row in enumerate(rows):
         try:
             platform, package = _package(row)
-            if found.setdefault(platform, {}).setdefault(package.name, package) is not package:
+            if packages.setdefault(platform, {}).setdefault(package.name, package) is not package:
                 raise ValueError(f"{package.name} stands twice for {platform}")
         except ValueError as problem:
             where = f"{source}:{_line_of(text, index)}"
             raise LockError(f"{where}: {problem}", _HINT) from None
-    return {platform: tuple(by_name[name] for name in sorted(by_name)) for platform, by_name in found.items()}
+    return {platform: tuple(by_name[name] for name in sorted(by_name)) for platform, by_name in packages.items()}
 
 
 def _package(row: object) -> tuple[str, CondaPackage]:
@@ -217,10 +217,10 @@ def read_lines(text: str) -> dict[str, Any] | None:
     rows: list[_Row] = []
     for line in text.split("\n"):
         if line and line[0] != "#":
-            found = _LINE.fullmatch(line)
-            if found is None:
+            match = _LINE.fullmatch(line)
+            if match is None:
                 return None
-            rows.append((len(found[1]), found[2] is not None, found[3], found[4]))
+            rows.append((len(match[1]), match[2] is not None, match[3], match[4]))
     rows.reverse()
     try:
         table = _take(rows, 0) if rows else {}

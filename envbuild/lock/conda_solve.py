@@ -327,8 +327,8 @@ def solve_by_conda_lock(
                 break
     else:
         printed = hide(done.stderr)
-        if found := _REFUSAL.search(printed):
-            raise unsatisfiable(recipe, target, found["text"].strip(), asked)
+        if match := _REFUSAL.search(printed):
+            raise unsatisfiable(recipe, target, match["text"].strip(), asked)
         last = next((line for line in reversed(printed.splitlines()) if line.strip()), "")
         raise LockError(
             f"{recipe.path}: target {target.name}: conda-lock failed (exit {done.returncode}): {last}",

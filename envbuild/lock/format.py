@@ -81,13 +81,15 @@ class Lock:
         """sha256 of the packages to install, independent of comments and layout."""
         content: list[object] = [self.target, self.python, [[p.name, p.version, p.hashes] for p in self.packages]]
         if self.built:  # keeps the digest of locks of wheels alone unchanged
-            content.append([built_row(one) for one in self.built])
+            content.append([built_row(package) for package in self.built])
         return json_digest(content)
 
     @property
     def versions(self) -> dict[str, str]:
         """Version of each distribution by its name."""
-        return {one.name: one.version for one in self.packages} | {one.name: one.version for one in self.built}
+        return {package.name: package.version for package in self.packages} | {
+            package.name: package.version for package in self.built
+        }
 
 
 def lock_file_name(target: str, python: str = "") -> str:
@@ -103,7 +105,7 @@ def render(lock: Lock) -> str:
         *(f"# {key}: {value}" for key, value in zip(_KEYS, values, strict=True)),
         *(f"# override: {override}" for override in lock.overrides),
         *(f"# warning: {warning}" for warning in lock.warnings),
-        *(f"# built: {json.dumps(built_row(one))}" for one in lock.built),
+        *(f"# built: {json.dumps(built_row(package))}" for package in lock.built),
     ]
     return "\n".join(head) + "\n" + requirements(lock.packages)
 
@@ -165,7 +167,7 @@ def parse(text: str, source: str) -> Lock:
             faults.append(f"{source}:{number}: {pin[1]} is locked twice")
         else:
             packages[name] = LockedPackage(name, pin[2], tuple(hashes))
-    names = [*packages, *(one.name for one in built)]
+    names = [*packages, *(package.name for package in built)]
     faults += [f"{source}: {one.name} is locked twice" for one in built if names.count(one.name) > 1]
     faults += [f"{source}: the header line '# {key}: …' is missing" for key in _KEYS if key not in header]
     faults += [

@@ -73,7 +73,7 @@ def impossible_pins(loaded: LoadedRecipe, target: Target) -> str:
     from envbuild.compat.stack import stack_of
 
     findings = judge(stack_of(loaded, target, None))
-    return _lines([one for one in findings if one.status == "bad" and one.subject in _OF_RESOLUTION])
+    return _lines([finding for finding in findings if finding.status == "bad" and finding.subject in _OF_RESOLUTION])
 
 
 def _lines(findings: list[CompatFinding]) -> str:
@@ -91,9 +91,11 @@ def check_accelerator(target: Target, packages: Iterable[LockedPackage], source:
         return
     torch = f"torch=={versions['torch']}"
     local = versions["torch"].partition("+")[2]
-    gpu = sorted(f"{n}=={v}" for n, v in versions.items() if any(re.fullmatch(one.wheels, n) for one in families))
+    gpu = sorted(
+        f"{n}=={v}" for n, v in versions.items() if any(re.fullmatch(accelerator.wheels, n) for accelerator in families)
+    )
     # Local versions `+cu126`, `+rocm6.4`, and `+xpu`, for which envbuild has no targets.
-    named = local.startswith(("xpu", *(one.usual[0].rstrip(".0123456789") for one in families)))
+    named = local.startswith(("xpu", *(accelerator.usual[0].rstrip(".0123456789") for accelerator in families)))
     if not wanted.gpu:
         if gpu or named:
             more = f" and brings {len(gpu)} GPU packages ({', '.join(gpu[:4])}{', …' if len(gpu) > 4 else ''})"
@@ -125,23 +127,23 @@ def check_conda_accelerator(target: Target, packages: Iterable[CondaPackage], so
 
     A CUDA build's string begins with `cuda`, or it depends on CUDA packages and its string does not begin with `cpu`.
     """
-    data, wanted = load_table("conda")["accelerator"], target.family
+    data, accelerator = load_table("conda")["accelerator"], target.family
     for package in packages:
         if package.name not in data["packages"]:
             continue
         needs = sorted(set(package.needs) & set(data["cuda_packages"]))
         cuda = package.build.startswith(CUDA.conda_builds) or bool(needs and not package.build.startswith("cpu"))
-        if cuda and not wanted.gpu:
+        if cuda and not accelerator.gpu:
             raise LockError(
                 f"{source}: target {target.name} is for CPUs, but {package.stem} is a CUDA build"
                 + (f" and needs {', '.join(needs)}" if needs else ""),
                 f"ask for a CPU build in {target.table}: conda = ['{package.name} * cpu*']",
             )
-        own = cuda if wanted is CUDA else package.build.startswith(wanted.conda_builds)
-        if wanted.gpu and not own:
+        own = cuda if accelerator is CUDA else package.build.startswith(accelerator.conda_builds)
+        if accelerator.gpu and not own:
             raise LockError(
-                f"{source}: target {target.name} needs {wanted.title}, but {package.stem} is a "
+                f"{source}: target {target.name} needs {accelerator.title}, but {package.stem} is a "
                 f"{'CUDA' if cuda else 'CPU-only'} build",
-                f"ask for a {wanted.title} build in {target.table}: "
-                f"conda = ['{package.name} * {wanted.conda_builds[0]}*']",
+                f"ask for a {accelerator.title} build in {target.table}: "
+                f"conda = ['{package.name} * {accelerator.conda_builds[0]}*']",
             )

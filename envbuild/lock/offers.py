@@ -222,17 +222,19 @@ def skipped_warnings(
     young, old = [], []
     for name, lines in open_ended.items():
         version = Version(locked[name])
-        newer = [one for one in allowed_releases(releases[name], lines, python) if one.version > version]
+        newer = [release for release in allowed_releases(releases[name], lines, python) if release.version > version]
         if not newer:
             continue
-        fitting = [one for one in newer if one.fits(python, platform)]
+        fitting = [release for release in newer if release.fits(python, platform)]
         newest = (fitting or newer)[-1]
         own = f"{name}=={newest.version}"
         extras = f"[{','.join(sorted(lines[0].extras))}]" if lines[0].extras else ""
         cause = without_wheel(f"{name}{extras}=={newest.version}") if fitting else own
         if cause is None:
             continue
-        chosen = next((one for one in releases[name] if one.version == version), ProjectRelease(version, ()))
+        chosen = next(
+            (release for release in releases[name] if release.version == version), ProjectRelease(version, ())
+        )
         subject = newest.version if cause == own else f"it needs {cause}, which"
         text = (
             f"{name} {chosen} is locked instead of {newest}: {subject} has no wheel for Python {python} on {platform}"
@@ -265,14 +267,20 @@ def allowed_releases(
     from packaging.specifiers import SpecifierSet
 
     specifier = functools.reduce(operator.and_, (line.specifier for line in lines), SpecifierSet())
-    fitting = [one for one in releases if one.accepts(python) and specifier.contains(one.version, prereleases=True)]
-    final = [] if specifier.prereleases else [one for one in fitting if not one.version.is_prerelease]
+    fitting = [
+        release
+        for release in releases
+        if release.accepts(python) and specifier.contains(release.version, prereleases=True)
+    ]
+    final = [] if specifier.prereleases else [release for release in fitting if not release.version.is_prerelease]
     return final or fitting
 
 
 def _is_pin(line: Requirement) -> bool:
     """Return whether the requirement `line` allows only one version, so that newer releases do not matter."""
-    return any(one.operator in ("==", "===") and not one.version.endswith("*") for one in line.specifier)
+    return any(
+        specifier.operator in ("==", "===") and not specifier.version.endswith("*") for specifier in line.specifier
+    )
 
 
 def reachable(indexes: Sequence[str], environment: Environment, offline: bool) -> tuple[list[str], list[str]]:

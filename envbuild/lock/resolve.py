@@ -109,7 +109,7 @@ def resolve(
         of_indexes = [one for one in every if one.name not in sources.references]
         check_bound(recipe, of_indexes, offers)
         check_pages(recipe, of_indexes, offers)
-        wheels = {one.name: one.version for one in packages if one.name not in sources.references}
+        wheels = {package.name: package.version for package in packages if package.name not in sources.references}
         warnings = skipped_warnings(
             requirements,
             recipe.recipe.constraints,
@@ -136,7 +136,7 @@ def resolve(
 def without(lock: Lock, names: Iterable[str]) -> Lock:
     """Return `lock` without the packages `names`, so that they may change. Raises LockError for an unknown name."""
     moving = {normalise(name) for name in names}
-    known = dict.fromkeys([*lock.versions, *(wheel.name for one in lock.built for wheel in one.build)])
+    known = dict.fromkeys([*lock.versions, *(wheel.name for package in lock.built for wheel in package.build)])
     unknown = moving - known.keys()
     if unknown:
         raise LockError(
@@ -144,9 +144,9 @@ def without(lock: Lock, names: Iterable[str]) -> Lock:
             f"locked are: {', '.join(known)}",
         )
     built = (
-        replace(one, build=tuple(wheel for wheel in one.build if wheel.name not in moving))
-        for one in lock.built
-        if one.name not in moving
+        replace(package, build=tuple(wheel for wheel in package.build if wheel.name not in moving))
+        for package in lock.built
+        if package.name not in moving
     )
     return replace(lock, packages=tuple(p for p in lock.packages if p.name not in moving), built=tuple(built))
 

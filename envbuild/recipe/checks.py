@@ -88,7 +88,7 @@ def reference_of(text: str) -> DirectReference | None:
 
 def references(requirements: Iterable[str]) -> dict[str, DirectReference]:
     """Return the direct references among valid `requirements`, by name."""
-    return {one.name: one for one in map(reference_of, requirements) if one}
+    return {reference.name: reference for reference in map(reference_of, requirements) if reference}
 
 
 def _git(name: str, parts: SplitResult) -> DirectReference:
@@ -107,33 +107,33 @@ def _git(name: str, parts: SplitResult) -> DirectReference:
 
 def _url(name: str, parts: SplitResult) -> DirectReference:
     sha256 = _fragment(parts.fragment, "sha256").get("sha256", "").lower()
-    found = DirectReference(name, "url", urlunsplit(parts._replace(fragment="")), sha256=sha256)
-    _check_file(found)
+    reference = DirectReference(name, "url", urlunsplit(parts._replace(fragment="")), sha256=sha256)
+    _check_file(reference)
     if not re.fullmatch("[0-9a-f]{64}", sha256):
         raise ValueError("its URL has no sha256, so that nothing says which file is meant: append #sha256=HEX")
-    return found
+    return reference
 
 
 def _path(name: str, address: str) -> DirectReference:
     path = address.removeprefix("./")
     if path.startswith("/") or ".." in path.split("/"):
         raise ValueError("its path is not below the recipe's folder: write ./PATH")
-    found = DirectReference(name, "path", path)
-    _check_file(found)
-    return found
+    reference = DirectReference(name, "path", path)
+    _check_file(reference)
+    return reference
 
 
-def _check_file(found: DirectReference) -> None:
-    if found.is_wheel:
+def _check_file(reference: DirectReference) -> None:
+    if reference.is_wheel:
         from packaging.utils import parse_wheel_filename
 
         try:
-            project = parse_wheel_filename(found.file_name)[0]
+            project = parse_wheel_filename(reference.file_name)[0]
         except ValueError:
             raise ValueError("its file has not the name of a wheel, NAME-VERSION-TAGS.whl") from None
-        if project != found.name:
+        if project != reference.name:
             raise ValueError(f"its wheel is one of {project}")
-    elif not found.file_name.endswith(_SDISTS):
+    elif not reference.file_name.endswith(_SDISTS):
         raise ValueError("its file is neither a wheel (.whl) nor a source archive (.tar.gz or .zip)")
 
 
@@ -225,10 +225,10 @@ def _corrected(text: str) -> str | None:
 
 def requirement_parts(text: str) -> tuple[str, str]:
     """Return the normalised project name of a requirement, and its specifiers and marker without spaces."""
-    found = _START.fullmatch(text.strip())
-    if found is None:
+    match = _START.fullmatch(text.strip())
+    if match is None:
         return text, ""
-    return normalise(found[1]).strip("-"), re.sub(r"\s+", "", found[2])
+    return normalise(match[1]).strip("-"), re.sub(r"\s+", "", match[2])
 
 
 project_problem = form(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", "is not the name of a package")
@@ -289,12 +289,12 @@ def spec_problem(text: str) -> str | None:
     """Return why `text` does not have the form of a conda match spec, or None; the solver's parser checks the rest."""
     if "://" in text or "::" in text or "@" in text:
         return "names a channel or an address: channels stand in `channels`, in their order"
-    found = _SPEC.fullmatch(text)
-    if found is None or not text.isprintable() or text != text.strip():
+    match = _SPEC.fullmatch(text)
+    if match is None or not text.isprintable() or text != text.strip():
         return f"{text!r} is not a match spec, such as 'numpy 2.2.*' or 'pytorch >=2.7 cpu*'"
-    if re.search(r"[{}]|\$[\w(]", found["rest"]):
+    if re.search(r"[{}]|\$[\w(]", match["rest"]):
         return f"{text!r} holds a variable: write its value"
-    if re.match(r"\s*[;#]", found["rest"]):
+    if re.match(r"\s*[;#]", match["rest"]):
         return f"{text!r}: match specs have no markers or comments; use [targets.NAME] conda = [...]"
     return None
 

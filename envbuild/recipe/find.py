@@ -37,11 +37,11 @@ def shipped_folder() -> Path:
 
 def search_folders(site_folders: Sequence[Path] = ()) -> list[Path]:
     """Return the folders to search, in order of precedence; some may not exist."""
-    found: dict[Path, Path] = {}
+    paths: dict[Path, Path] = {}
     # At the top of a checkout, ./recipes is also the shipped folder.
     for folder in (project_folder() / "recipes", *site_folders, *_user_folders(), shipped_folder()):
-        found.setdefault(folder.absolute(), folder)
-    return list(found.values())
+        paths.setdefault(folder.absolute(), folder)
+    return list(paths.values())
 
 
 def _user_folders() -> list[Path]:
@@ -116,7 +116,9 @@ def choose_target(loaded: LoadedRecipe, name: str | None, folders: Sequence[Path
     try:
         return loaded.target(name)[0]
     except UsageError as error:
-        having = [one.name for one in list_recipes(folders) if one.loaded and name in one.loaded.recipe.targets]
+        having = [
+            recipe.name for recipe in list_recipes(folders) if recipe.loaded and name in recipe.loaded.recipe.targets
+        ]
         if not having:
             raise
         raise UsageError(
@@ -141,13 +143,13 @@ def _is_path(text: str) -> bool:
 
 def list_recipes(folders: Sequence[Path]) -> list[ListedRecipe]:
     """Return every recipe in `folders`, sorted by name; the first folder wins if two have a recipe of the same name."""
-    found = []
+    recipes = []
     for name, path in recipe_files(folders).items():
         try:
-            found.append(ListedRecipe(name, path, load_recipe(path), None))
+            recipes.append(ListedRecipe(name, path, load_recipe(path), None))
         except EnvbuildError as problem:
-            found.append(ListedRecipe(name, path, None, problem))
-    return found
+            recipes.append(ListedRecipe(name, path, None, problem))
+    return recipes
 
 
 def recipe_files(folders: Sequence[Path]) -> dict[str, Path]:

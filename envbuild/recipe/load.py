@@ -105,7 +105,10 @@ class LoadedRecipe:
     def _builds_of(self, target: Target) -> dict[str, object]:
         """Return the [build] settings for `target`, as input of a lock's digest; {} if there are none."""
         tables = self.builds(target)
-        found = {name: [one.requires, one.dependencies, one.environment, one.isolation] for name, one in tables.items()}
+        found = {
+            name: [table.requires, table.dependencies, table.environment, table.isolation]
+            for name, table in tables.items()
+        }
         return {"build": found} if found else {}
 
     def requirements(self, target: Target, conda: bool) -> tuple[str, ...]:

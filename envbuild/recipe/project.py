@@ -79,7 +79,7 @@ class OwnCode:
         """sha256 over all inputs of its files in an artifact; contents of files do not count if `editable`."""
         from envbuild.base.packages import json_digest
 
-        files = [one for one in self.files if not self.editable or one[0] in _METADATA]
+        files = [file for file in self.files if not self.editable or file[0] in _METADATA]
         content = [str(self.root) if self.editable else "", self.module, files]
         return json_digest(content)
 

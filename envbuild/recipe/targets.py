@@ -129,17 +129,17 @@ ROCM = Accelerator(
     nccl="librccl",
     net_plugin="librccl-net",
 )
-ACCELERATORS = {one.name: one for one in (CPU, CUDA, ROCM)}
+ACCELERATORS = {accelerator.name: accelerator for accelerator in (CPU, CUDA, ROCM)}
 
 
 def accelerator_of(tag: str) -> Accelerator | None:
     """Return the family of the tag `cu126`, or None when no family has such tags."""
-    return next((one for one in ACCELERATORS.values() if re.fullmatch(one.tag, tag)), None)
+    return next((accelerator for accelerator in ACCELERATORS.values() if re.fullmatch(accelerator.tag, tag)), None)
 
 
 def gpu_families() -> list[Accelerator]:
     """Return the families whose torch needs GPUs, in the table's order."""
-    return [one for one in ACCELERATORS.values() if one.gpu]
+    return [accelerator for accelerator in ACCELERATORS.values() if accelerator.gpu]
 
 
 def torch_index(tag: str) -> str:
@@ -149,14 +149,14 @@ def torch_index(tag: str) -> str:
 
 def torch_libraries() -> set[str]:
     """Return the names of torch's accelerator libraries: conda installs them in lib, wheels in torch/lib."""
-    return {one.torch_library for one in gpu_families()}
+    return {accelerator.torch_library for accelerator in gpu_families()}
 
 
 def torch_builds(text: str) -> dict[str, str]:
     """Return the accelerators of a torch build, {"cuda": "12.6"}, from the text of torch/version.py."""
-    names = [one.torch_field for one in gpu_families()]
-    found = {name: re.search(_FIELD.format(name), text, re.MULTILINE) for name in names}
-    return {name: match[1] for name, match in found.items() if match}
+    names = [accelerator.torch_field for accelerator in gpu_families()]
+    matches = {name: re.search(_FIELD.format(name), text, re.MULTILINE) for name in names}
+    return {name: match[1] for name, match in matches.items() if match}
 
 
 def survey_builds(survey: Collection[str]) -> dict[str, str]:
@@ -171,14 +171,14 @@ def accelerator_fault(target: str, builds: Mapping[str, str], libraries: Collect
     Without `exact` only the major version counts: conda builds of one major version are interchangeable.
     """
     tag = target.partition("-")[0]
-    wanted = accelerator_of(tag)
-    if wanted is None or not wanted.gpu:
+    accelerator = accelerator_of(tag)
+    if accelerator is None or not accelerator.gpu:
         if not builds and not torch_libraries() & set(libraries):
             return None
         return f"is built for {builds_title(builds) or 'GPUs'}, and {target} is for CPUs"
-    title, version = wanted.title, wanted.version(tag) or ""
-    found = builds.get(wanted.torch_field)
-    if found is None or wanted.torch_library not in libraries:
+    title, version = accelerator.title, accelerator.version(tag) or ""
+    found = builds.get(accelerator.torch_field)
+    if found is None or accelerator.torch_library not in libraries:
         return f"has no {title} in it, and {target} needs {title} {version}"
     parts = 2 if exact else 1  # a HIP version has more components than its target
     if found.split(".")[:parts] == version.split(".")[:parts]:
@@ -188,7 +188,7 @@ def accelerator_fault(target: str, builds: Mapping[str, str], libraries: Collect
 
 def builds_title(builds: Mapping[str, str]) -> str:
     """Return `CUDA 12.6` for {"cuda": "12.6"}; "" for a build for CPUs."""
-    families = [one for one in gpu_families() if one.torch_field in builds]
+    families = [accelerator for accelerator in gpu_families() if accelerator.torch_field in builds]
     return " and ".join(f"{one.title} {builds[one.torch_field]}" for one in families)
 
 
@@ -227,9 +227,9 @@ class Target:
     @property
     def family(self) -> Accelerator:
         """Table row of the accelerator: cpu, cuda, …"""
-        found = accelerator_of(self.accelerator)
-        assert found is not None, self.accelerator
-        return found
+        accelerator = accelerator_of(self.accelerator)
+        assert accelerator is not None, self.accelerator
+        return accelerator
 
     @property
     def version(self) -> str | None:
@@ -251,11 +251,11 @@ def target_problem(name: str) -> str | None:
     tag, _, arch = name.partition("-")
     if arch in ARCHES and accelerator_of(tag) is not None:
         return None
-    usual = [f"{tag}-{arch}" for one in ACCELERATORS.values() for tag in one.usual for arch in ARCHES]
+    usual = [f"{tag}-{arch}" for accelerator in ACCELERATORS.values() for tag in accelerator.usual for arch in ARCHES]
     close = closest(name.lower(), usual)
     if "." not in name and accelerator_of(f"{name}.0"):  # TOML reads the rest as a key of another table
         return f'not a target; quote a name with a dot: [targets."{name}.N-{ARCHES[0]}"]'
-    *first, last = (one.form for one in ACCELERATORS.values())
+    *first, last = (accelerator.form for accelerator in ACCELERATORS.values())
     form = f"not a target: expected ACCELERATOR-ARCH, of {', '.join(first)} or {last}, {' or '.join(ARCHES)}"
     return f"{form}; did you mean {close!r}?" if close else form
 

@@ -164,17 +164,17 @@ def timeline(spans: Sequence[Span], title: str, legend: Sequence[tuple[str, str]
         anchor = "start" if level == 0 else "middle"
         parts.append(h("line", x1=at, x2=at, y1="0", y2=height - 24, class_="grid"))
         parts.append(h("text", f"{short(level)} s", x=at, y=height - 6, text_anchor=anchor))
-    for one in spans:
+    for span in spans:
         parts.append(
             h(
                 "rect",
-                h("title", one.title),
-                x=_percent(96 * one.start / most),
-                y=labels.index(one.label) * _ROW + 6,
-                width=_percent(max(0.4, 96 * (one.end - one.start) / most)),
+                h("title", span.title),
+                x=_percent(96 * span.start / most),
+                y=labels.index(span.label) * _ROW + 6,
+                width=_percent(max(0.4, 96 * (span.end - span.start) / most)),
                 height=_BAR,
                 rx="2",
-                class_=one.look,
+                class_=span.look,
             )
         )
     names = [
@@ -359,7 +359,7 @@ def launches(entry: ReportEntry) -> Html | None:
         return None
     told = "; ".join(f"{row[0]} {row[2]} s" for row in rows)
     note = "Seconds since the first launch. The import is rank 0's."
-    if any(one.look == "resumed" for one in spans):
+    if any(span.look == "resumed" for span in spans):
         note += " The resumed launch may prepare beside the first; it is timed from the end of the first."
     if not known:
         note = "The receipt does not say when the launches started: each is drawn from 0. The import is rank 0's."
@@ -380,7 +380,7 @@ def _labels(name: str, ranks: Sequence[Mapping[str, Any]], receipt: Mapping[str,
     if name == "relaunch":
         size = int(min(1e6, max(1.0, number_of(evidence(receipt, "resume"), "world_size") or 1.0)))
         return [f"resumed rank {rank}" for rank in range(size)] if size <= _MOST_RANKS else [f"resumed, {size} ranks"]
-    told = [(text_of(one, "group_rank"), text_of(one, "rank")) for one in ranks]
+    told = [(text_of(rank, "group_rank"), text_of(rank, "rank")) for rank in ranks]
     if not 0 < len(told) <= _MOST_RANKS:
         nodes = list(dict.fromkeys(node for node, _ in told))[:_MOST_RANKS]
         return [f"node {node}" for node in nodes] or ["all ranks"]
@@ -395,25 +395,25 @@ def packages(entry: ReportEntry, shared: Shared) -> Html | None:
     if not found and not entry.sbom:
         return None
     found.sort(key=lambda one: (-one.size, one.name, one.version))
-    sized = sum(one.size for one in found)
+    sized = sum(package.size for package in found)
     parts: list[object] = []
     if sized:
-        count = sum(one.size > 0 for one in found)
+        count = sum(package.size > 0 for package in found)
         told = f", {count} of them with sizes" if count < len(found) else ""
         more = f"; the artifact has {entry.files} files, {human_size(entry.size)}" if entry.files is not None else ""
         parts.append(h("p", f"{len(found)} packages{told}, {human_size(sized)}{more}."))
     elif found:
         parts.append(h("p", f"{len(found)} packages. Sizes are shown where the artifact lies beside its receipt."))
     if found:
-        several = len({one.kind for one in found}) > 1
+        several = len({package.kind for package in found}) > 1
         rows = [
             [
-                one.name,
-                one.version or "—",
-                *([human_size(one.size) if one.size else "—"] if sized else []),
-                *([one.kind] if several else []),
+                package.name,
+                package.version or "—",
+                *([human_size(package.size) if package.size else "—"] if sized else []),
+                *([package.kind] if several else []),
             ]
-            for one in found[:3000]
+            for package in found[:3000]
         ]
         columns = ("Package", "Version", *(["Size"] if sized else []), *(["Kind"] if several else []))
         listed = table("Packages", columns, rows, numbers=(2,) if sized else ())

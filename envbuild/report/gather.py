@@ -67,13 +67,13 @@ def gather(named: Sequence[str], environment: Environment, against: str | None =
     Changes are relative to `against`, an artifact or receipt, or else to the next older of these receipts with the same
     recipe, target and kind. Raises UsageError for a path that is neither an artifact nor a receipt, or has no receipt.
     """
-    found = [read_entry(name, environment) for name in named]
+    entries = [read_entry(name, environment) for name in named]
     if against is not None:
         return [
-            replace(one, changes=_against(one, name, against, environment))
-            for one, name in zip(found, named, strict=True)
+            replace(entry, changes=_against(entry, name, against, environment))
+            for entry, name in zip(entries, named, strict=True)
         ]
-    return [replace(one, changes=_since(one, found)) for one in found]
+    return [replace(entry, changes=_since(entry, entries)) for entry in entries]
 
 
 def read_entry(named: str, environment: Environment, before: Mapping[str, Any] | None = None) -> ReportEntry:
@@ -147,16 +147,16 @@ def _with_artifact(
 def sized_packages(contents: Inventory) -> Iterator[SizedPackage]:
     """Yield the packages of an artifact, each once."""
     conda = {package.name: package for package in contents.conda}
-    yield from (SizedPackage(one.name, one.version, "conda", one.size) for one in contents.conda)
-    for one in contents.python:
+    yield from (SizedPackage(record.name, record.version, "conda", record.size) for record in contents.conda)
+    for python_package in contents.python:
         # conda's packages of Python code are counted there, under conda's names (pytorch, typing_extensions).
-        stem = one.info.removesuffix(".dist-info")
+        stem = python_package.info.removesuffix(".dist-info")
         paths = (f"{stem}.dist-info/METADATA", f"{stem}.egg-info/PKG-INFO", f"{stem}.egg-info")
-        same = one.name in conda and conda[one.name].version == one.version
+        same = python_package.name in conda and conda[python_package.name].version == python_package.version
         if not same and not any(path in contents.recorded for path in paths):
-            yield SizedPackage(one.name, one.version, "Python", one.size)
-    yield from (SizedPackage(one.name, one.version, "source layer") for one in contents.built)
-    yield from (SizedPackage(one.name, one.version, "Debian") for one in contents.debian)
+            yield SizedPackage(python_package.name, python_package.version, "Python", python_package.size)
+    yield from (SizedPackage(built.name, built.version, "source layer") for built in contents.built)
+    yield from (SizedPackage(package.name, package.version, "Debian") for package in contents.debian)
 
 
 def _with_chain(entry: ReportEntry, environment: Environment) -> ReportEntry:
@@ -187,8 +187,10 @@ def _since(entry: ReportEntry, others: Sequence[ReportEntry]) -> Changes | None:
         return entry.changes
     older = [
         (then, number)
-        for number, one in enumerate(others)
-        if _same(one.receipt, entry.receipt) and (then := moment(one.receipt)) is not None and then < at
+        for number, report_entry in enumerate(others)
+        if _same(report_entry.receipt, entry.receipt)
+        and (then := moment(report_entry.receipt)) is not None
+        and then < at
     ]
     if not older:
         return entry.changes
@@ -210,10 +212,10 @@ def _against(entry: ReportEntry, named: str, other: str, environment: Environmen
     if _is_document(Path(other)) or _is_document(Path(named)):
         before = read_entry(other, environment).receipt
         return receipt_changes(before, entry.receipt, f"{other}, {_when(before)}")
-    with open_artifact(other, environment, None) as one, open_artifact(named, environment, None) as two:
-        found = compare(one, two, files=False)
-    groups = {title: getattr(found, name) for name, title in _GROUPS.items()}
-    return Changes(other, groups, (*found.notes, "Files were not compared: `envbuild diff` does."))
+    with open_artifact(other, environment, None) as reader, open_artifact(named, environment, None) as two:
+        comparison = compare(reader, two, files=False)
+    groups = {title: getattr(comparison, name) for name, title in _GROUPS.items()}
+    return Changes(other, groups, (*comparison.notes, "Files were not compared: `envbuild diff` does."))
 
 
 def page_path(artifact: Path) -> Path:

@@ -67,7 +67,7 @@ def _single(entry: ReportEntry) -> Html:
 
 
 def _several(entries: Sequence[ReportEntry]) -> Html:
-    good = sum(has_passed(one.receipt) for one in entries)
+    good = sum(has_passed(entry.receipt) for entry in entries)
     look = "good" if good == len(entries) else "bad"
     word = h("p", sections.icon(look), f"{good} of {len(entries)} passed", class_="word")
     parts: list[Html] = [_section("Overview", _grid(entries), "", "h2")]

@@ -68,10 +68,10 @@ def prose(text: str) -> Html:
     """Return a text with `code` set as such, and http and https addresses as links, which send no referrer."""
     parts: list[object] = []
     end = 0
-    for found in _MARKED.finditer(text):
-        parts.append(text[end : found.start()])
-        parts.append(h("code", found[1]) if found[1] else h("a", found[0], href=found[0], rel="noreferrer"))
-        end = found.end()
+    for match in _MARKED.finditer(text):
+        parts.append(text[end : match.start()])
+        parts.append(h("code", match[1]) if match[1] else h("a", match[0], href=match[0], rel="noreferrer"))
+        end = match.end()
     return joined(parts, text[end:])
 
 
@@ -339,7 +339,7 @@ def changes(entry: ReportEntry) -> Html | None:
     found = entry.changes
     if found is None:
         return None
-    rows = [_change(title, one) for title, several in found.groups.items() for one in several]
+    rows = [_change(title, change) for title, several in found.groups.items() for change in several]
     told = table("Differences", ("What", "Part", "Change", "Before", "Now"), rows)
     return joined(
         h("p", "Compared with ", found.before, "."),

@@ -119,13 +119,13 @@ annotation_problem = form(
 
 def toleration(text: str) -> dict[str, str] | None:
     """Return KEY[=VALUE][:EFFECT], the form of `kubectl taint`, as a toleration of Kubernetes, None for other text."""
-    found = _TAINT.fullmatch(text)
-    if found is None:
+    match = _TAINT.fullmatch(text)
+    if match is None:
         return None
-    made = {"key": found["key"], "operator": "Exists" if found["value"] is None else "Equal"}
-    if found["value"] is not None:
-        made["value"] = found["value"]
-    return made | ({"effect": found["effect"]} if found["effect"] else {})
+    made = {"key": match["key"], "operator": "Exists" if match["value"] is None else "Equal"}
+    if match["value"] is not None:
+        made["value"] = match["value"]
+    return made | ({"effect": match["effect"]} if match["effect"] else {})
 
 
 def toleration_problem(text: str) -> str | None:
@@ -144,9 +144,9 @@ def volume_source(text: str) -> tuple[dict[str, object], bool] | None:
     claim:NAME and configmap:NAME, with :ro to only read; host:/PATH of the node; empty, or empty:SIZE, for a folder
     that lives as long as its pod.
     """
-    found = _VOLUME.fullmatch(text)
-    kind, name = (found["kind"], found["name"] or "") if found else ("", "")
-    read_only = bool(found and found["ro"])
+    match = _VOLUME.fullmatch(text)
+    kind, name = (match["kind"], match["name"] or "") if match else ("", "")
+    read_only = bool(match and match["ro"])
     if kind == "empty" and (not name or quantity(name)) and not read_only:
         return {"emptyDir": {"sizeLimit": name} if name else {}}, False
     if kind == "host" and name.startswith("/") and mount_path_problem(name) is None:
@@ -168,8 +168,8 @@ def volume_problem(text: str) -> str | None:
 
 def secret_reference(text: str) -> tuple[str, str] | None:
     """Return (name, key) of SECRET/KEY, (name, "") of SECRET, None for other text."""
-    found = _SECRET_REFERENCE.fullmatch(text)
-    return (found["name"], found["key"] or "") if found else None
+    match = _SECRET_REFERENCE.fullmatch(text)
+    return (match["name"], match["key"] or "") if match else None
 
 
 def secret_problem(place: str, reference: str) -> str | None:
@@ -202,8 +202,8 @@ def resource_problem(key: str, amount: str) -> str | None:
             f"{key!r} is not a resource of Kubernetes: cpu, memory, ephemeral-storage, hugepages-2Mi,"
             " or DOMAIN/NAME of a device, such as vpc.amazonaws.com/efa"
         )
-    found = _QUANTITY.fullmatch(amount)
-    if not found or (found[2] == "m" and key != "cpu"):
+    match = _QUANTITY.fullmatch(amount)
+    if not match or (match[2] == "m" and key != "cpu"):
         like = "2 or 500m" if key == "cpu" else "16Gi"
         return f"{amount!r} is not an amount of {key}, such as {like}"
     if pages and (not quantity(amount) or quantity(amount) % max(1, quantity(size))):
@@ -229,8 +229,8 @@ def unlimited(limits: Collection[str]) -> str:
 
 def quantity(text: str) -> int:
     """Return a quantity of Kubernetes, such as 16Gi or 8G, as an integer, rounded down; 0 for an invalid one."""
-    found = _QUANTITY.fullmatch(text)
-    return int(Decimal(found[1]) * _UNITS[found[2]]) if found else 0
+    match = _QUANTITY.fullmatch(text)
+    return int(Decimal(match[1]) * _UNITS[match[2]]) if match else 0
 
 
 def mount_path_problem(text: str) -> str | None:
@@ -244,8 +244,8 @@ def mount_path_problem(text: str) -> str | None:
 
 def user_problem(text: str) -> str | None:
     """Return why `text` is not UID or UID:GID of a user other than root, or None."""
-    found = re.fullmatch(r"([0-9]{1,10})(:([0-9]{1,10}))?", text)
-    if not text or (found and 0 < int(found[1]) <= _LARGEST_ID and int(found[3] or 0) <= _LARGEST_ID):
+    match = re.fullmatch(r"([0-9]{1,10})(:([0-9]{1,10}))?", text)
+    if not text or (match and 0 < int(match[1]) <= _LARGEST_ID and int(match[3] or 0) <= _LARGEST_ID):
         return None
     return f"{text!r} is not UID or UID:GID of a user other than root, such as 1000:1000"
 

@@ -126,7 +126,7 @@ def load_site(env: Mapping[str, str], name: str | None = None, *, etc: Path = Pa
     files = site_files(env, etc=etc) if name is None else [find_site(name, env, etc=etc)]
     values: dict[str, Any] = {name: {} for name in _BY_ENTRY}
     recipes = [etc / "envbuild" / "recipes"]
-    said: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for file in files:
         document = read(file)
         settings = decode(document, SiteFile)
@@ -136,21 +136,21 @@ def load_site(env: Mapping[str, str], name: str | None = None, *, etc: Path = Pa
         recipes += [_path(folder, file, env) for folder in settings.recipes]
         for table, given in document.data.items():
             if not isinstance(given, dict):
-                said[f"[] {table}"] = file
+                paths[f"[] {table}"] = file
                 continue
             if table in _BY_ENTRY:
                 values[table] |= getattr(settings, table)
             else:
                 values[table] = _resolved(getattr(settings, table), file, env)
-                said = {place: path for place, path in said.items() if not place.startswith(f"[{table}] ")}
-            said |= {f"[{table}] {key}": file for key in given}
+                paths = {place: path for place, path in paths.items() if not place.startswith(f"[{table}] ")}
+            paths |= {f"[{table}] {key}": file for key in given}
     if chosen := env.get("ENVBUILD_STORE"):
         values["store"] = _expanded(chosen, env).absolute()
     elif "store" not in values and name is None:
         cache = Path(env.get("XDG_CACHE_HOME") or home_folder(env) / ".cache")
         values["store"] = cache.absolute() / "envbuild"
     title = files[-1].stem if files else "none"
-    return Site(title, tuple(files), recipe_folders=tuple(recipes), said=said, **values)
+    return Site(title, tuple(files), recipe_folders=tuple(recipes), said=paths, **values)
 
 
 def site_files(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> list[Path]:
@@ -168,11 +168,11 @@ def site_folders(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> list[Pa
 
 def named_sites(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> dict[str, Path]:
     """Return the file of every named site; of two sites with the same name, the first folder's."""
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for folder in site_folders(env, etc=etc):
         for path in sorted(folder.glob("*.toml")):
-            found.setdefault(path.stem, path)
-    return found
+            paths.setdefault(path.stem, path)
+    return paths
 
 
 def find_site(name: str, env: Mapping[str, str], *, etc: Path = Path("/etc")) -> Path:

@@ -117,7 +117,7 @@ class WantedArchive:
 
 
 def locate_archive(
-    wanted: WantedArchive,
+    archive: WantedArchive,
     store: Store,
     pip: PipConfig,
     site: Site,
@@ -127,16 +127,16 @@ def locate_archive(
     default_index: Callable[[], str],
 ) -> Path:
     """Return the archive. Raises BuildError with each source that was tried and its answer."""
-    if found := _in_store(wanted, store):
-        return found
+    if path := _in_store(archive, store):
+        return path
     answers, found_sums = list[str](), list[str]()
     store.folder("partial")
     client = Client(pip, env)
-    git = wanted.url.startswith(_GIT)
+    git = archive.url.startswith(_GIT)
     urls = (
-        site.mirrored(wanted.url.removeprefix(_GIT))
+        site.mirrored(archive.url.removeprefix(_GIT))
         if git
-        else _urls(wanted, pip, site, client, answers, offline, default_index)
+        else _urls(archive, pip, site, client, answers, offline, default_index)
     )
     for url in urls:
         shown = redact(url)
@@ -144,17 +144,17 @@ def locate_archive(
             answers.append(f"{shown}: not asked, --offline")
             continue
         try:
-            with transfer(f"fetching {wanted}", None) as on_progress:
+            with transfer(f"fetching {archive}", None) as on_progress:
                 if git:
-                    return _from_git(wanted, url, store, env)
+                    return _from_git(archive, url, store, env)
                 name = unquote(urlsplit(url).path).rpartition("/")[2]
-                name = name if is_file_name(name) else wanted.name
+                name = name if is_file_name(name) else archive.name
                 return download(
                     url,
                     name,
-                    frozenset({wanted.sha256}),
-                    wanted.sha256,
-                    lambda: _in_store(wanted, store),
+                    frozenset({archive.sha256}),
+                    archive.sha256,
+                    lambda: _in_store(archive, store),
                     client,
                     store,
                     on_progress,
@@ -167,7 +167,7 @@ def locate_archive(
             answers.append(f"{shown}: {error}")
         except OSError as error:
             raise store.unwritable(error) from error
-    raise _not_found(wanted, answers, found_sums, offline)
+    raise _not_found(archive, answers, found_sums, offline)
 
 
 def adopt_commit(name: str, url: str, commit: str, subdirectory: str, store: Store, env: Mapping[str, str]) -> str:
@@ -181,23 +181,23 @@ def adopt_commit(name: str, url: str, commit: str, subdirectory: str, store: Sto
     return sha256
 
 
-def _from_git(wanted: WantedArchive, url: str, store: Store, env: Mapping[str, str]) -> Path:
+def _from_git(archive: WantedArchive, url: str, store: Store, env: Mapping[str, str]) -> Path:
     parts = urlsplit(url)
     repository, _, commit = parts._replace(fragment="").geturl().rpartition("@")
     folder = parse_qs(parts.fragment).get("subdirectory", [""])[0]
-    sha256 = adopt_commit(wanted.name, repository, commit, folder, store, env)
-    found = _in_store(wanted, store)
-    if found is None:
+    sha256 = adopt_commit(archive.name, repository, commit, folder, store, env)
+    path = _in_store(archive, store)
+    if path is None:
         raise Mismatch(sha256)
-    return found
+    return path
 
 
-def _in_store(wanted: WantedArchive, store: Store) -> Path | None:
-    return store.find(KIND, wanted.sha256, lambda _: True)  # no name says what it is
+def _in_store(archive: WantedArchive, store: Store) -> Path | None:
+    return store.find(KIND, archive.sha256, lambda _: True)  # no name says what it is
 
 
 def _urls(
-    wanted: WantedArchive,
+    archive: WantedArchive,
     pip: PipConfig,
     site: Site,
     client: Client,
@@ -206,17 +206,17 @@ def _urls(
     default_index: Callable[[], str],
 ) -> Iterator[str]:
     """Yield the possible URLs of the archive, in the order in which to try them."""
-    if not wanted.url.startswith(_INDEX):
-        yield from site.mirrored(wanted.url)
+    if not archive.url.startswith(_INDEX):
+        yield from site.mirrored(archive.url)
         return
-    project = wanted.url.removeprefix(_INDEX)
+    project = archive.url.removeprefix(_INDEX)
     for folder, names in local_files(pip, ("",)):
-        own = sorted(name for name in names if _is_sdist(name, project, wanted.version))
+        own = sorted(name for name in names if _is_sdist(name, project, archive.version))
         yield from ((folder / name).absolute().as_uri() for name in own)
     # Indexes of the site come last: a recipe may have bound the package to one of them.
-    for page in remote_sources(pip, site, wanted.indexes, offline, default_index, last=tuple(site.indexes.values())):
+    for page in remote_sources(pip, site, archive.indexes, offline, default_index, last=tuple(site.indexes.values())):
         try:
-            links = [link for link in page.links(project, client) if link.sha256 == wanted.sha256]
+            links = [link for link in page.links(project, client) if link.sha256 == archive.sha256]
         except RequestFailed as error:
             answers.append(f"{page.name}: cannot be used: {error}")
             continue
@@ -234,22 +234,22 @@ def _is_sdist(file: str, project: str, version: str) -> bool:
     return False
 
 
-def _not_found(wanted: WantedArchive, answers: list[str], found: list[str], offline: bool) -> BuildError:
-    lines = [f"{wanted}: no source has its archive", f"wanted sha256:{wanted.sha256}"]
-    lines += answers or [f"{redact(wanted.url)}: not asked"]
+def _not_found(archive: WantedArchive, answers: list[str], found: list[str], offline: bool) -> BuildError:
+    lines = [f"{archive}: no source has its archive", f"wanted sha256:{archive.sha256}"]
+    lines += answers or [f"{redact(archive.url)}: not asked"]
     if offline:
         hint = (
             "run it once without --offline, or give the URL a mirror in a folder (file:///...) under [mirrors] in "
             "site.toml"
         )
-    elif found and wanted.table:
+    elif found and archive.table:
         hint = (
             "the archive is another one than the recipe means. If you trust it (compare with its project's release), "
-            f'set sha256 = "{found[0]}" in [{wanted.table}]'
+            f'set sha256 = "{found[0]}" in [{archive.table}]'
         )
     elif found:
         hint = "the archive is another one than the lock means. If you trust it, lock again: `envbuild lock RECIPE`"
     else:
         hint = "check the network and pip's proxy and cert; or give the URL a mirror under [mirrors] in site.toml"
-        hint += f", or `url` in [{wanted.table}]" if wanted.table else ""
+        hint += f", or `url` in [{archive.table}]" if archive.table else ""
     return BuildError("\n    ".join(lines), hint)

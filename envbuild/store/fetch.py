@@ -79,7 +79,7 @@ _NAMED, _CAUSES = 5, 4
 
 
 def locate_wheels(
-    wanted: Sequence[WantedWheel],
+    wheels: Sequence[WantedWheel],
     store: Store,
     pip: PipConfig,
     site: Site,
@@ -127,11 +127,11 @@ def locate_wheels(
         else "check pip's index-url, find-links, proxy and cert (PIP_* variables, pip.conf), or lock again if the "
         "files were replaced"
     )
-    return _located(wanted, on_disk, remote, "wheels", hint)
+    return _located(wheels, on_disk, remote, "wheels", hint)
 
 
 def fetch_archives(
-    wanted: Sequence[CondaArchive], store: Store, pip: PipConfig, site: Site, *, offline: bool, env: Mapping[str, str]
+    archives: Sequence[CondaArchive], store: Store, pip: PipConfig, site: Site, *, offline: bool, env: Mapping[str, str]
 ) -> dict[CondaArchive, Path]:
     """Return a file with the locked content for each of `wanted`: from the store, its mirrors, or its channel.
 
@@ -145,9 +145,11 @@ def fetch_archives(
     def remote(missing: Sequence[CondaArchive], answers: Answers[CondaArchive]) -> dict[CondaArchive, Path]:
         if not offline:
             return _download_archives(missing, answers, store, Client(pip, env), site)
-        for one in missing:
-            answers[one].append(
-                SourceAnswer(redact(one.url.rsplit("/", 2)[0]), "not asked, --offline", redact(one.url))
+        for conda_archive in missing:
+            answers[conda_archive].append(
+                SourceAnswer(
+                    redact(conda_archive.url.rsplit("/", 2)[0]), "not asked, --offline", redact(conda_archive.url)
+                )
             )
         return {}
 
@@ -160,7 +162,7 @@ def fetch_archives(
         "URL), proxy and cert (PIP_* variables, pip.conf); lock again if the files were replaced. Without a network, "
         f"{bundle}"
     )
-    return _located(wanted, on_disk, remote, "conda packages", hint)
+    return _located(archives, on_disk, remote, "conda packages", hint)
 
 
 def _located(
@@ -257,13 +259,13 @@ def _download_wheels(
     again: bool = False,
 ) -> dict[WantedWheel, Path]:
     def fetch(wheel: WantedWheel, on_progress: OnProgress) -> Path | None:
-        hashes, told = wheel.hashes, answers[wheel]
+        hashes, source_answers = wheel.hashes, answers[wheel]
         known = partial(stored_wheel, wheel, store)
         for source in sources[wheel]:
             try:
                 links = source.links(wheel.name, client)
             except RequestFailed as error:
-                told.append(SourceAnswer(source.name, f"cannot be used: {error}"))
+                source_answers.append(SourceAnswer(source.name, f"cannot be used: {error}"))
                 continue
             links = [link for link in links if matches(link.filename, wheel.name, wheel.version)]
             good = [link for link in links if link.sha256 in hashes or link.sha256 is None]
@@ -273,15 +275,15 @@ def _download_wheels(
                 try:
                     return download(link.url, name, hashes, key, known, client, store, on_progress)
                 except Mismatch as error:
-                    told.append(SourceAnswer(source.name, f"hash mismatch: {name} has sha256:{error.sha256}"))
+                    source_answers.append(SourceAnswer(source.name, f"hash mismatch: {name} has sha256:{error.sha256}"))
                 except RequestFailed as error:
-                    told.append(SourceAnswer(source.name, f"{name}: {error}"))
+                    source_answers.append(SourceAnswer(source.name, f"{name}: {error}"))
             if not good:
                 seen = ", ".join(f"{link.filename} sha256:{link.sha256}" for link in links[:3])
-                told.append(SourceAnswer(source.name, f"other files: {seen}" if links else "not there"))
+                source_answers.append(SourceAnswer(source.name, f"other files: {seen}" if links else "not there"))
         return None
 
-    found = fetch_each(list(sources), fetch, client, f"looking for {len(sources)} wheels")
+    paths = fetch_each(list(sources), fetch, client, f"looking for {len(sources)} wheels")
     # An index had the file when it was locked: an older page may have come from one of its servers, or from a cache.
     stale = (
         {}
@@ -289,11 +291,11 @@ def _download_wheels(
         else {
             wheel: asked
             for wheel in sources
-            if wheel not in found
-            and (asked := [one for one in sources[wheel] if one.forget_without(wheel.name, wheel.version)])
+            if wheel not in paths
+            and (asked := [source for source in sources[wheel] if source.forget_without(wheel.name, wheel.version)])
         }
     )
-    return found | _download_wheels(stale, answers, store, client, again=True) if stale else found
+    return paths | _download_wheels(stale, answers, store, client, again=True) if stale else paths
 
 
 def _download_archives(
@@ -303,22 +305,22 @@ def _download_archives(
     down: dict[str, str] = {}
 
     def fetch(archive: CondaArchive, on_progress: OnProgress) -> Path | None:
-        name, sha256, told = archive.name, archive.sha256, answers[archive]
+        name, sha256, source_answers = archive.name, archive.sha256, answers[archive]
         known = partial(store.find, ARCHIVES, sha256, name.__eq__)
         for url in (url for url in site.mirrored(archive.url) if not url.startswith("file:")):
             channel = url.rsplit("/", 2)[0]  # or its mirror
             answer = partial(SourceAnswer, redact(channel), address=redact(url))
             if channel in down:
-                told.append(answer(down[channel]))
+                source_answers.append(answer(down[channel]))
                 continue
             try:
                 return download(url, name, archive.hashes, sha256, known, client, store, on_progress, ARCHIVES)
             except Mismatch as error:
-                told.append(answer(f"hash mismatch: it has sha256:{error.sha256}"))
+                source_answers.append(answer(f"hash mismatch: it has sha256:{error.sha256}"))
             except RequestFailed as error:
                 if error.is_down:
                     down[channel] = str(error)
-                told.append(answer(str(error)))
+                source_answers.append(answer(str(error)))
         return None
 
     return fetch_each(missing, fetch, client, f"fetching {len(missing)} conda packages")

@@ -97,7 +97,7 @@ def record(store: Store, receipt: Mapping[str, Any]) -> None:
             rows = [*recorded(store, recipe), row]
             series = [one for one in rows if (one["target"], one["kind"]) == (row["target"], row["kind"])]
             gone = {id(one) for one in series[:-KEPT]}
-            kept = [one for one in rows if id(one) not in gone]
+            kept = [row for row in rows if id(row) not in gone]
             write_note(folder / f"{recipe}.json", {"rows": kept}, durable=True)
 
 
@@ -121,4 +121,4 @@ def sparkline(values: Sequence[float | None]) -> str:
     low, high = min(known, default=0.0), max(known, default=0.0)
     span = max(high - low, _FLAT * high) or 1.0
     last = len(_BLOCKS) - 1
-    return "".join(" " if one is None else _BLOCKS[round((one - low) / span * last)] for one in values)
+    return "".join(" " if value is None else _BLOCKS[round((value - low) / span * last)] for value in values)

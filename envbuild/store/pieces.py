@@ -143,7 +143,10 @@ def read_manifest(raw: bytes, where: str) -> tuple[Descriptor, list[Descriptor]]
         config, *blobs = [
             Descriptor(str(row["mediaType"]), row["digest"], row["size"]) for row in (found["config"], *found["layers"])
         ]
-        if not all(is_digest(one.digest) and type(one.size) is int and one.size >= 0 for one in (config, *blobs)):
+        if not all(
+            is_digest(descriptor.digest) and type(descriptor.size) is int and descriptor.size >= 0
+            for descriptor in (config, *blobs)
+        ):
             raise ValueError("a digest or a size")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BuildError(f"{where}: its manifest cannot be understood: {error!r:.80}") from error

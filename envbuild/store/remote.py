@@ -191,11 +191,11 @@ class RemoteCache:
 
     def flush(self) -> None:
         """Wait until new results are uploaded, or the upload takes too long."""
-        if all(one.ready() for one in self._uploads):
+        if all(answer.ready() for answer in self._uploads):
             return
         log(f"uploading to the cache {self.registry.reference.name}")
         self._sent.start()
-        while not all(one.ready() for one in self._uploads):
+        while not all(answer.ready() for answer in self._uploads):
             if self._sent.is_slow():
                 self._failed(RequestFailed(f"uploads are slower than {human_size(SLOWEST)} a second"))
                 return
@@ -431,7 +431,9 @@ def push_recipe(
     sizes = each(entries, send, _PARALLEL)
     named = CacheEntry("recipe", recipe)
     store.folder("partial")
-    write_note(store.root / named.files[0], {"entries": [[one.kind, one.key] for one in entries]})
+    write_note(
+        store.root / named.files[0], {"entries": [[cache_entry.kind, cache_entry.key] for cache_entry in entries]}
+    )
     remote.upload(named, 0.0, [])
     return len(entries), sum(sizes)
 
@@ -448,9 +450,11 @@ def pull_recipe(remote: RemoteCache, recipe: str) -> tuple[int, int]:
             f"the cache {remote.registry.reference.name} has nothing of {recipe}",
             f"where builds have used it: envbuild cache push {recipe}",
         )
-    wanted = [one for one in entries if one.kind == "built" or not (remote.store.root / one.files[-1]).exists()]
-    remote.expect(wanted)
-    return len(entries), sum(not remote.bring(one) for one in wanted)
+    cache_entries = [
+        entry for entry in entries if entry.kind == "built" or not (remote.store.root / entry.files[-1]).exists()
+    ]
+    remote.expect(cache_entries)
+    return len(entries), sum(not remote.bring(entry) for entry in cache_entries)
 
 
 def _listed(store: Store, named: CacheEntry) -> Iterable[CacheEntry]:

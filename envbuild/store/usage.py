@@ -95,8 +95,10 @@ class Removal:
 
 def items(store: Store) -> list[StoreItem]:
     """Return all items of `store`, the least recently used first. Raises OSError."""
-    found = [item for kind in _KINDS for path in store.root.glob(kind.pattern) if (item := _item(store, kind, path))]
-    return sorted(found, key=lambda item: (item.used, item.name))
+    store_items = [
+        item for kind in _KINDS for path in store.root.glob(kind.pattern) if (item := _item(store, kind, path))
+    ]
+    return sorted(store_items, key=lambda item: (item.used, item.name))
 
 
 def _item(store: Store, kind: _Kind, path: Path) -> StoreItem | None:
@@ -179,7 +181,7 @@ def recipes(store: Store) -> dict[str, frozenset[str]]:
 
 
 def choose(
-    found: Sequence[StoreItem],
+    store_items: Sequence[StoreItem],
     now: float,
     *,
     older_s: float | None = None,
@@ -195,16 +197,16 @@ def choose(
         return only(item) and not item.needed
 
     if older_s is None and keep is None:
-        return list(filter(free, found))
-    old = [item for item in found if free(item) and older_s is not None and item.used < now - older_s]
-    chosen, left = {item.name for item in old}, sum(item.size for item in found) - sum(item.size for item in old)
-    for item in found:
+        return list(filter(free, store_items))
+    old = [item for item in store_items if free(item) and older_s is not None and item.used < now - older_s]
+    chosen, left = {item.name for item in old}, sum(item.size for item in store_items) - sum(item.size for item in old)
+    for item in store_items:
         if keep is None or left <= keep:
             break
         if item.name not in chosen and free(item):
             chosen.add(item.name)
             left -= item.size
-    return [item for item in found if item.name in chosen]
+    return [item for item in store_items if item.name in chosen]
 
 
 def own_items(store: Store, recipe: str) -> Callable[[StoreItem], bool]:

@@ -109,7 +109,7 @@ def opened(bundle: bytes, keys: Sequence[Key]) -> tuple[dict[str, Any], Key | No
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"its form is another one: {error!r:.80}") from error
     told = Envelope(payload, PAYLOAD, {}).pae()
-    by = next((key for key in keys for one in signatures if _signed(key, one, told)), None)
+    by = next((key for key in keys for signature in signatures if _signed(key, signature, told)), None)
     statement: dict[str, Any] = found
     return statement, by
 

@@ -153,7 +153,7 @@ class AgentSigner(Signer):
                 raise UsageError("the ssh-agent does not sign with this key", _AGENT_HINT)
             _, found = _strings(_strings(answer[1:])[0])
             if not self._raw:
-                r, s = (int.from_bytes(one, "big") for one in _strings(found))
+                r, s = (int.from_bytes(string, "big") for string in _strings(found))
                 found = encode_dss_signature(r, s)
         except (IndexError, ValueError) as error:
             raise UsageError(f"the ssh-agent's answer cannot be understood: {error}") from error
@@ -247,12 +247,12 @@ def signed_by(bundle: bytes, statement: Mapping[str, Any], identities: Sequence[
         found = Bundle.from_json(bundle)
     except (Error, ValueError):
         return ""
-    for one in identities:
-        name, _, issuer = one.partition(" ")
+    for identity in identities:
+        name, _, issuer = identity.partition(" ")
         try:
             kind, payload = verifier.verify_dsse(found, Identity(identity=name, issuer=issuer.strip()))
             if kind == PAYLOAD and parse_json(payload) == statement:
-                return one
+                return identity
         except (Error, ValueError):
             continue
     return ""

@@ -263,7 +263,7 @@ def _remove_stale(client: Any) -> None:
     with suppress(Exception):
         _remove([one for one in client.containers.list(all=True, filters=ours) if _is_over(one.labels)], ())
         others = [*client.networks.list(filters=ours), *client.volumes.list(filters=ours)]
-        _remove((), [one for one in others if _is_over(one.attrs.get("Labels") or {})])
+        _remove((), [other for other in others if _is_over(other.attrs.get("Labels") or {})])
 
 
 def _is_over(labels: Mapping[str, str]) -> bool:

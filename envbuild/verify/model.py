@@ -221,7 +221,7 @@ def make_receipt(subject: Subject, verdict: Verdict, path: Path | str) -> dict[s
         "packages": sorted(name for name, _, _ in state.packages),
         **({"project": state.project} if state.project else {}),
         **({"slim": state.slim} if state.slim else {}),
-        "layers": [{"name": one.name, "version": one.version, "path": one.path} for one in state.layers],
+        "layers": [{"name": layer.name, "version": layer.version, "path": layer.path} for layer in state.layers],
         "runtime": subject.runtime,
         "settings": asdict(verdict.settings),
         "versions": {

@@ -19,13 +19,13 @@ _MAX_LOG = 16 << 20
 
 def rank_logs(report: Report, work: Path) -> dict[int, NcclLog]:
     """Return the parsed NCCL log of each rank that wrote one into the folder `work`."""
-    found = {}
+    logs = {}
     for rank in report["ranks"]:
         path = work / posixpath.basename(rank.get("nccl_log") or "-")
         if path.is_file():
             with path.open(encoding="utf-8", errors="replace") as stream:
-                found[rank["rank"]] = parse_nccl_log(stream.read(_MAX_LOG))
-    return found
+                logs[rank["rank"]] = parse_nccl_log(stream.read(_MAX_LOG))
+    return logs
 
 
 def check_nccl(fabric: Fabric, report: Report, logs: Mapping[int, NcclLog], variables: Mapping[str, str]) -> Check:
@@ -215,10 +215,10 @@ def _library_problems(subject: Subject, fabric: Fabric, locked: str, rank: Mappi
 
 def _kind(path: str) -> str:
     name = os.path.basename(path)
-    if name.startswith(tuple(one.net_plugin for one in gpu_families())):
+    if name.startswith(tuple(accelerator.net_plugin for accelerator in gpu_families())):
         return "plugin"
     stem = name.split(".so")[0]
-    if stem in {one.nccl for one in gpu_families()}:
+    if stem in {accelerator.nccl for accelerator in gpu_families()}:
         return "nccl"
     return "libfabric" if stem == "libfabric" else "other"
 

@@ -251,15 +251,15 @@ def read_squashfs(
     files = [(entry, handle) for entry, handle in entries if entry.kind == FILE]
     seen = image.each_file(files, lambda entry, handle: read_once(entry.path, pieces(handle), entry.size, clock, gpu))
     contents = dict(zip((entry.path for entry, _ in files), seen, strict=True))
-    found = ImageFiles(lambda path: pieces(handles[path]))
+    image_files = ImageFiles(lambda path: pieces(handles[path]))
     for entry, handle in entries:
         handles[entry.path] = handle
         if entry.kind == HARDLINK:
-            found.link(entry.path, entry.target)
+            image_files.link(entry.path, entry.target)
         else:
             content = contents.get(entry.path)
-            found.add(entry.path, row_of(entry, content.sha256 if content else "", entry.target), content)
-    return found
+            image_files.add(entry.path, row_of(entry, content.sha256 if content else "", entry.target), content)
+    return image_files
 
 
 def read_container(
@@ -278,19 +278,19 @@ def read_container(
     clock, container = Clock.of(timeout_s), None
     try:
         container = client.containers.create(image, ["true"], entrypoint=[], labels=dict(labels))
-        found = ImageFiles(partial(_copied, container))
-        found.variables = "\n".join(client.images.get(image).attrs["Config"].get("Env") or ())
+        files = ImageFiles(partial(_copied, container))
+        files.variables = "\n".join(client.images.get(image).attrs["Config"].get("Env") or ())
         for member, content in tar_items(cast(BinaryIO, Chunks(container.export(_CHUNK))), image, Quota(limits)):
             clock.check()
             path = os.path.normpath(f"/{member.name}").strip("/")
             if member.kind == HARDLINK:
-                found.link(path, os.path.normpath(f"/{member.link}").strip("/"))
+                files.link(path, os.path.normpath(f"/{member.link}").strip("/"))
             elif path:
                 # An empty file has no content.
                 pieces = iter(partial(content.read, _CHUNK), b"") if content else ()
                 seen = read_once(path, pieces, member.size, clock, gpu) if member.kind == FILE else None
-                found.add(path, row_of(member, seen.sha256 if seen else "", member.link), seen)
-        return found
+                files.add(path, row_of(member, seen.sha256 if seen else "", member.link), seen)
+        return files
     except (docker.errors.DockerException, requests.RequestException) as error:
         raise HostError(f"the docker daemon could not export the image: {error}", "verify it again") from error
     finally:

@@ -308,7 +308,7 @@ def _clip_grad_norm(inputs: Inputs) -> Parts:
     norm = math.sqrt(_dot(gradients, gradients))
     return {
         "norm, limit below it": [norm],
-        "gradients, limit below their norm": [one * inputs["below"] / (norm + 1e-6) for one in gradients],
+        "gradients, limit below their norm": [gradient * inputs["below"] / (norm + 1e-6) for gradient in gradients],
         "norm, limit above it": [norm],
         "gradients, limit above their norm": gradients,
     }
@@ -390,7 +390,7 @@ def expected_digest(request: Request, case: Case, rank: int) -> str:
     if op == "broadcast":
         content = _tiled(values[request["source"]], dtype, 0, numel)
     elif op == "all_gather":
-        content = b"".join(_tiled(one, dtype, 0, numel) for one in values)
+        content = b"".join(_tiled(value, dtype, 0, numel) for value in values)
     else:
         reduced = [_REDUCERS[op](column) for column in zip(*values, strict=True)]
         content = _tiled(reduced, dtype, rank * numel if op == "reduce_scatter" else 0, numel)

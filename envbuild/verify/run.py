@@ -326,15 +326,15 @@ def judge_launches(
     }
     if not bench.network.accelerator.gpu:
         del judges["libraries"]
-    found: dict[str, Check] = {}
+    checks: dict[str, Check] = {}
     for name, judge in judges.items():
         if bench.settings.quick and name in _OF_OTHER_LAUNCHES:
-            found[name] = not_tried(name, OF_QUICK)
+            checks[name] = not_tried(name, OF_QUICK)
             continue
         needs = check_texts()[name].get("needs", ())
-        by = next((need for need in needs if found[need].status != PASS), None)
-        found[name] = blocked(name, by) if by else _judged(name, judge)
-    return list(found.values())
+        by = next((need for need in needs if checks[need].status != PASS), None)
+        checks[name] = blocked(name, by) if by else _judged(name, judge)
+    return list(checks.values())
 
 
 def _judged(name: str, judge: Callable[[], Check]) -> Check:

@@ -98,7 +98,7 @@ class Runtime:
 
 def passed(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the caller's `variables` that are passed into an image."""
-    prefixes = (*_PASSED, *(one.visible for one in gpu_families()))
+    prefixes = (*_PASSED, *(accelerator.visible for accelerator in gpu_families()))
     return {name: value for name, value in variables.items() if name.startswith(prefixes)}
 
 
@@ -133,8 +133,8 @@ def _detail(spec: Mapping[str, Any]) -> str:
     if spec["way"] == EXTRACT:
         return ""
     said = process.run([spec["tool"], "--help"], check=False)
-    found = re.search(r"squashfuse \d[\w.]*", said.stdout + said.stderr)
-    return f" ({found[0] if found else Path(spec['tool']).name})"
+    match = re.search(r"squashfuse \d[\w.]*", said.stdout + said.stderr)
+    return f" ({match[0] if match else Path(spec['tool']).name})"
 
 
 @contextmanager

@@ -44,7 +44,7 @@ def check_installed(subject: Subject, survey: Survey) -> Check:
     """Check that every distribution is the locked one, and every file has its recorded digest."""
     found, files, layers = survey.distributions, survey.files, len(survey.layers)
     wrong = list(_installed_problems(subject.state, survey))
-    slim = {name: dict(one.slim) for name, one in found.items() if one.slim}
+    slim = {name: dict(distribution.slim) for name, distribution in found.items() if distribution.slim}
     built = f", {layers} source-built layer{'s' if layers > 1 else ''}" if layers else ""
     return judge(
         "installed",
@@ -53,7 +53,7 @@ def check_installed(subject: Subject, survey: Survey) -> Check:
         or f"{len(found)} packages{built}, {files.files} files, {files.bytes} bytes, all as locked",
         expected=f"{len(subject.state.packages)} packages exactly as locked, every file with its recorded sha256",
         evidence={
-            "packages": {name: one.version for name, one in sorted(found.items())},
+            "packages": {name: distribution.version for name, distribution in sorted(found.items())},
             "files": files.files,
             "bytes": files.bytes,
             **({"slim": slim} if slim else {}),
@@ -137,7 +137,7 @@ def check_gpus(subject: Subject, survey: Survey, words: tuple[str, ...]) -> Chec
     ways = [
         f"{chip.name}: {', '.join(f'{count} libraries {way}' for way, count in sorted(found.items()) if way)}"
         for chip in all_chips(words)
-        if (found := Counter(library_runs(one, chip) for one in libraries.values() if is_judged(one, chip)))
+        if (found := Counter(library_runs(library, chip) for library in libraries.values() if is_judged(library, chip)))
     ]
     good = "; ".join(ways) or f"{len(libraries)} libraries have code for GPUs"
     if not words:
@@ -231,17 +231,18 @@ def _broken_pins(subject: Subject, survey: Survey) -> Iterator[str]:
     system = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": target.arch, "extra": ""}
     for text in survey.requires:
         try:
-            wanted = Requirement(text)
-            name, python = normalise(wanted.name), {"python_version": subject.state.python}
+            requirement = Requirement(text)
+            name, python = normalise(requirement.name), {"python_version": subject.state.python}
             now = survey.distributions.get(name)
             if now is None or not re.fullmatch(target.family.wheels, name):
                 continue
-            if wanted.marker is not None and not wanted.marker.evaluate(system | python):
+            if requirement.marker is not None and not requirement.marker.evaluate(system | python):
                 continue
             newer = name.startswith(target.family.nccl_wheel or "\0") and any(
-                one.operator == "==" and Version(now.version) > Version(one.version) for one in wanted.specifier
+                specifier.operator == "==" and Version(now.version) > Version(specifier.version)
+                for specifier in requirement.specifier
             )
         except (InvalidRequirement, InvalidVersion):
             continue
-        if not newer and not wanted.specifier.contains(now.version, prereleases=True):
-            yield f"torch requires {name}{wanted.specifier}, installed is {now.version}"
+        if not newer and not requirement.specifier.contains(now.version, prereleases=True):
+            yield f"torch requires {name}{requirement.specifier}, installed is {now.version}"

@@ -75,12 +75,12 @@ class Linkage:
 
 def link(root: str, libraries: Mapping[str, Elf], machine: int, files: Files) -> Linkage:
     """Link the `libraries` of the environment at `root`, by their paths, for the processor `machine`."""
-    loader, found = _Loader(root, libraries, machine, files), Linkage(len(libraries))
-    _check_symbols(loader, found)
-    _check_versions(loader, found)
-    found.copies = list(_copies(loader))
-    found.stubs = list(_stubs(loader))
-    return found
+    loader, linkage = _Loader(root, libraries, machine, files), Linkage(len(libraries))
+    _check_symbols(loader, linkage)
+    _check_versions(loader, linkage)
+    linkage.copies = list(_copies(loader))
+    linkage.stubs = list(_stubs(loader))
+    return linkage
 
 
 class _Loader:
@@ -112,7 +112,7 @@ class _Loader:
         """Return the folders of the RUNPATH or RPATH of a library."""
         elf, origin = self.elf(path), posixpath.dirname(path)
         folders = elf.runpath.split(":") if elf and elf.runpath else []
-        fixed = (one.replace("${ORIGIN}", "$ORIGIN") for one in folders)  # the environment's path may be relative
+        fixed = (folder.replace("${ORIGIN}", "$ORIGIN") for folder in folders)  # the environment's path may be relative
         return [posixpath.normpath(one.replace("$ORIGIN", origin)) for one in fixed if one.startswith(("/", "$ORIGIN"))]
 
     def _find(self, path: str, name: str) -> str:
@@ -164,22 +164,22 @@ def _configured(files: Files) -> Iterator[str]:
             yield from (line.strip() for line in lines if line.strip().startswith("/"))
 
 
-def _check_symbols(loader: _Loader, found: Linkage) -> None:
+def _check_symbols(loader: _Loader, linkage: Linkage) -> None:
     users: dict[str, list[str]] = {}
     for path in loader.libraries:
         together, absent = loader.closure(path)
         for one in together:
             users.setdefault(one, []).append(path)
         for library in absent & set(loader.libraries[path].needed):
-            found.absent[library] = found.absent.get(library, 0) + 1
-    found.absent = dict(sorted(found.absent.items()))
+            linkage.absent[library] = linkage.absent.get(library, 0) + 1
+    linkage.absent = dict(sorted(linkage.absent.items()))
     for path, elf in loader.libraries.items():
         for family in symbol_families() if elf.symbols else ():
             missing = []
             for name, version in elf.symbols.undefined(family.symbols) if elf.symbols else ():
-                found.symbols += 1
+                linkage.symbols += 1
                 near = map(loader.elf, _scope(loader, path, users))
-                if not any(one and one.symbols and one.symbols.has(name, version) for one in near):
+                if not any(elf and elf.symbols and elf.symbols.has(name, version) for elf in near):
                     missing.append(name.decode(errors="replace") + (f"@{version}" if version else ""))
             if not missing:
                 continue
@@ -191,7 +191,7 @@ def _check_symbols(loader: _Loader, found: Linkage) -> None:
                 named = ", ".join(loader.shown(one) if len(inside) == 1 else posixpath.basename(one) for one in inside)
                 where = f"not defined in {named}" if inside else "defined in no library that it loads"
                 more = f" and {len(missing) - 1} more symbols of {family.name} are" if len(missing) > 1 else " is"
-                found.undefined.append(f"{loader.shown(path)}: {missing[0]}{more} {where}")
+                linkage.undefined.append(f"{loader.shown(path)}: {missing[0]}{more} {where}")
 
 
 def _scope(loader: _Loader, path: str, users: Mapping[str, list[str]]) -> Iterator[str]:
@@ -203,7 +203,7 @@ def _scope(loader: _Loader, path: str, users: Mapping[str, list[str]]) -> Iterat
         yield from loader.closure(user)[0]
 
 
-def _check_versions(loader: _Loader, found: Linkage) -> None:
+def _check_versions(loader: _Loader, linkage: Linkage) -> None:
     newest: dict[str, tuple[int, ...]] = {}
     for path, elf in loader.libraries.items():
         lacking: dict[str, list[str]] = {}
@@ -217,13 +217,15 @@ def _check_versions(loader: _Loader, found: Linkage) -> None:
             if one is not None and one.defines and version not in one.defines:
                 lacking.setdefault(place, []).append(version)
         for place, versions in lacking.items():
-            found.versions.append(f"{loader.shown(path)}: needs {', '.join(sorted(versions))} of {loader.shown(place)}")
-    found.base = {name: ".".join(map(str, number)) for name, number in sorted(newest.items())}
+            linkage.versions.append(
+                f"{loader.shown(path)}: needs {', '.join(sorted(versions))} of {loader.shown(place)}"
+            )
+    linkage.base = {name: ".".join(map(str, number)) for name, number in sorted(newest.items())}
 
 
 def _copies(loader: _Loader) -> Iterator[str]:
     """Yield the families of symbols for which libraries of the environment load different files."""
-    for family in (one for one in symbol_families() if one.single):
+    for family in (family for family in symbol_families() if family.single):
         users: dict[str, str] = {}
         for path, elf in loader.libraries.items():
             for name in filter(family.libraries.fullmatch, elf.needed):
@@ -232,7 +234,7 @@ def _copies(loader: _Loader) -> Iterator[str]:
         for place in sorted(users.keys() - {""}):
             mains.setdefault(posixpath.basename(place).partition(".so")[0], []).append(place)
         for places in mains.values():
-            if len(places) > 1 and len(other := {loader.files.digest(one): one for one in places}) > 1:
+            if len(places) > 1 and len(other := {loader.files.digest(place): place for place in places}) > 1:
                 named = (f"{loader.shown(one)} (for {loader.shown(users[one])})" for one in other.values())
                 yield f"{family.name} is there {len(other)} times: {', '.join(named)}"
 

@@ -268,10 +268,10 @@ def _wrong_build(where: str, rank: Mapping[str, Any], target: Target, locked: bo
     """Return the fault if the loaded torch is built for another accelerator than the target's."""
     # A base image's GPU build may serve a CPU target, but a CPU build never serves a GPU target.
     builds = {one: rank.get(f"torch_{one.torch_field}") for one in gpu_families()}
-    found = next((one for one, version in builds.items() if version is not None), CPU)
-    if found is target.family or (found.gpu and not target.family.gpu and not locked):
+    accelerator = next((one for one, version in builds.items() if version is not None), CPU)
+    if accelerator is target.family or (accelerator.gpu and not target.family.gpu and not locked):
         return []
-    shown = found if found.gpu else target.family
+    shown = accelerator if accelerator.gpu else target.family
     return [f"{where}: torch built for {shown.title} {builds[shown]}, target {target.name}"]
 
 
@@ -291,7 +291,7 @@ def log_tail(log: str) -> str:
     """
     lines = [line for line in log.splitlines() if line.strip()]
     tail = lines[-process.TAIL_LINES :]
-    raised = {one.line for one in diagnose([("log", lines)], ()).exception}
+    raised = {evidence.line for evidence in diagnose([("log", lines)], ()).exception}
     first = [line for number, line in enumerate(lines, 1) if "ddp_train: error" in line or number in raised]
     return "\n".join("    " + line for line in [*(one for one in dict.fromkeys(first) if one not in tail), *tail])
 
@@ -304,7 +304,7 @@ def check_allreduce(request: Request, report: Report) -> Check:
 def check_collectives(request: Request, report: Report) -> Check:
     """Check the bytes of broadcast, all-gather and reduce-scatter, and that no rank left the barrier early."""
     times = [rank["probes"]["barrier"] for rank in report["ranks"]]
-    last = max(one["entered"] for one in times)
+    last = max(time["entered"] for time in times)
     early = [rank for rank, one in enumerate(times) if one["left"] < last]
     wrong = [f"ranks {early} left the barrier before another rank entered"] if early else []
     return _check_cases("collectives", request, report, wrong)

@@ -59,8 +59,8 @@ def modules_to_import(settings: VerifySettings, survey: Survey) -> list[str]:
     """Return the modules that every rank imports: the recipe's list, and top-level modules of direct requirements."""
     found = dict.fromkeys(settings.imports)
     for name in settings.direct:
-        one = survey.distributions.get(name) or survey.distributions.get(f"{name} (pip)")
-        found |= dict.fromkeys(one.modules if one and "*" not in settings.imports_except else ())
+        distribution = survey.distributions.get(name) or survey.distributions.get(f"{name} (pip)")
+        found |= dict.fromkeys(distribution.modules if distribution and "*" not in settings.imports_except else ())
     return sorted(name for name in found if name not in settings.imports_except or name in settings.imports)
 
 

@@ -56,10 +56,10 @@ class ImageBytes:
         self.where = where
         self._stream, self._base = stream, base
         self.size = SUPERBLOCK.size
-        found = Superblock(*SUPERBLOCK.unpack(self.at(0, SUPERBLOCK.size)))
-        self._check(found)
+        superblock = Superblock(*SUPERBLOCK.unpack(self.at(0, SUPERBLOCK.size)))
+        self._check(superblock)
         # Without fragments, the position of their table says nothing.
-        self.superblock = found if found.fragments else found._replace(fragment_table=NO_TABLE)
+        self.superblock = superblock if superblock.fragments else superblock._replace(fragment_table=NO_TABLE)
         try:
             self._expand = decompressor(self.superblock.compressor)
         except UsageError as error:

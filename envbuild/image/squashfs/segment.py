@@ -184,7 +184,7 @@ def write_segment(items: Iterable[tuple[Member, Readable | None]], path: Path, c
     Content is read before the next item is requested. `items` may hold archives and processes: the caller closes it.
     Raises BuildError when a file's length differs from its member, and OSError when `path` cannot be written.
     """
-    found: list[Member] = []
+    members: list[Member] = []
     with (
         # Not "wb": ext4 writes a file that was truncated, even an empty one, to the disk when it is closed.
         path.open("ab") as out,
@@ -196,10 +196,10 @@ def write_segment(items: Iterable[tuple[Member, Readable | None]], path: Path, c
         files = _Files(packer, hashing)
         for member, content in items:
             if member.kind == FILE:
-                files.add(len(found), member, content)
-            found.append(member)
+                files.add(len(members), member, content)
+            members.append(member)
         data, fragments, sha256 = files.finish()
-    return Segment(path, packer.position, sha256, tuple(found), data, fragments)
+    return Segment(path, packer.position, sha256, tuple(members), data, fragments)
 
 
 def of_entry(entry: Entry) -> Member:
@@ -337,14 +337,14 @@ def _table(index: Path) -> dict[str, Any]:
 
 
 def _segment(table: dict[str, Any], path: Path) -> Segment:
-    found = unpacked(table)
+    members = unpacked(table)
     words = {int(ordinal): tuple(words) for ordinal, words in table["words"].items()}
     data = {
-        ordinal: Data(start, words.get(ordinal, ()), fragment, offset, found[ordinal].sha256)
+        ordinal: Data(start, words.get(ordinal, ()), fragment, offset, members[ordinal].sha256)
         for ordinal, start, fragment, offset in zip(table["files"], *table["places"], strict=True)
     }
     fragments = tuple(Fragment(start, word) for start, word in table["fragments"])
     size: int = table["size"]
     if any(f.start + (f.word & SIZE_MASK) > size for f in fragments):
         raise ValueError("a block beyond the end")
-    return Segment(path, size, str(table["sha256"]), found, data, fragments)
+    return Segment(path, size, str(table["sha256"]), members, data, fragments)

@@ -504,11 +504,11 @@ def _check_data(entry: Entry, data: Data, fragments: int) -> None:
 def _check(entry: Entry, entries: dict[str, Placed]) -> None:
     path, target = entry.path, entry.target
     if entry.kind == HARDLINK:
-        found = entries.get(target)
-        if found is None:
+        placed = entries.get(target)
+        if placed is None:
             raise BuildError(f"{path}: it is a hard link to {target!r}, which is not there")
-        if found.entry.kind in (DIR, HARDLINK):
-            what = "a directory" if found.entry.kind == DIR else "a hard link itself"
+        if placed.entry.kind in (DIR, HARDLINK):
+            what = "a directory" if placed.entry.kind == DIR else "a hard link itself"
             raise BuildError(f"{path}: it is a hard link to {target!r}, which is {what}")
     elif entry.kind == SYMLINK:
         size = len(encoded(target, path))

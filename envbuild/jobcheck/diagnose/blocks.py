@@ -255,12 +255,12 @@ class Exceptions:
         one = self._open[prefix]
         one.lines += 1
         text = plain[len(prefix) :]
-        found, belongs = _exception(one, line, text, before)
-        if found is not None or one.lines > _LONGEST:
+        match, belongs = _exception(one, line, text, before)
+        if match is not None or one.lines > _LONGEST:
             del self._open[prefix]
-        if found is None:
+        if match is None:
             return belongs
-        if one.ignored or one.launcher or found["name"] in _ENDS or found["module"].startswith(_OF_TORCHRUN):
+        if one.ignored or one.launcher or match["name"] in _ENDS or match["module"].startswith(_OF_TORCHRUN):
             return True
         if self._after:
             self.best.led = (line,)
@@ -357,9 +357,9 @@ def _exception(one: _Open, line: Line, text: str, before: str) -> tuple[re.Match
         one.bare = frame is not None and text.startswith("File")
         one.framed = True
         return None, True
-    found = _EXCEPTION.match(text)
+    match = _EXCEPTION.match(text)
     # Other processes may write between its lines.
-    ended = found if found and (one.framed or found["name"].endswith(_USUAL)) else None
+    ended = match if match and (one.framed or match["name"].endswith(_USUAL)) else None
     if text.strip():
         one.framed = False
     return ended, not text.strip()
@@ -377,8 +377,8 @@ def _in_frame_of_others(one: _Open, line: Line, text: str, before: str) -> tuple
             one.own = one.last
     elif _ARROW.match(text) and len(one.last) < 2:
         one.last.append(line)
-    found = None if one.boxed or not text.startswith(one.name) else _EXCEPTION.match(text)
-    return found, found is not None or one.boxed or text[:1] in (" ", "-", "\t", "~", "/", "<", "[", "F")
+    match = None if one.boxed or not text.startswith(one.name) else _EXCEPTION.match(text)
+    return match, match is not None or one.boxed or text[:1] in (" ", "-", "\t", "~", "/", "<", "[", "F")
 
 
 @dataclass(slots=True)
@@ -395,12 +395,12 @@ class HelpBlock:
         if not ruled or rest.strip("- "):
             self._go_on(line)
             return None
-        found = self._lines
+        lines = self._lines
         # Two rules without text between them: the second one begins a block.
-        self.open, self._prefix, self._lines = not self.open or not found, prefix, []
-        texts = (one.text.removeprefix(prefix) for one in found)
+        self.open, self._prefix, self._lines = not self.open or not lines, prefix, []
+        texts = (one.text.removeprefix(prefix) for one in lines)
         text = " ".join(" ".join(texts).split())
-        return (found[0], text[:_SHOWN_HELP]) if text else None
+        return (lines[0], text[:_SHOWN_HELP]) if text else None
 
     def _go_on(self, line: Line) -> None:
         if self.open and line.text.removeprefix(self._prefix).strip():

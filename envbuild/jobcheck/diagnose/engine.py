@@ -96,8 +96,8 @@ class TextIndex(Generic[Mark]):
     def _marks_of(self, shape: bytes) -> tuple[Mark, ...]:
         marks = {*self._always, *(mark for text in self._short if text in shape for mark in self._marks[text])}
         at = 0
-        while found := self._search(shape, at):
-            begin, at = found.start(), found.start() + 1
+        while match := self._search(shape, at):
+            begin, at = match.start(), match.start() + 1
             for end, text in self._ends[shape[begin : begin + _SHORTEST]]:
                 if shape.startswith(end, begin) and text in shape:
                     marks.update(self._marks[text])
@@ -201,7 +201,7 @@ class Diagnosis:
         """Main result of the diagnosis: an unexplained error message of the program precedes causes."""
         if self.exception:
             return "program"
-        kinds = {one.kind for one in self.findings}
+        kinds = {finding.kind for finding in self.findings}
         return "cause" if "cause" in kinds else "symptom" if "symptom" in kinds else "none"
 
     def as_json(self) -> dict[str, Any]:
@@ -381,9 +381,9 @@ class _Reader:
         match = pattern.regex.search(form)
         if match is None:
             return False
-        one = self.seen.setdefault(pattern, _Seen(order=order))
-        one.latest = order
-        _keep(one, match, line, match.start() if form is line.text else 0)
+        seen = self.seen.setdefault(pattern, _Seen(order=order))
+        seen.latest = order
+        _keep(seen, match, line, match.start() if form is line.text else 0)
         if pattern in self._counted:
             _count(here.setdefault(pattern, _Seen()), match.groupdict())
         return True
@@ -426,7 +426,7 @@ def _comes_before(rule: DiagnosisRule, found: tuple[int, DiagnosisFinding], word
     later = order < words.order
     if rule.kind == "cause" and rule.rank > _ROOT:
         regex = NAMED_EXCEPTION if rule.passes else WARNING
-        survived = all(regex.search(one.text) or WARNING.search(one.text) for one in finding.evidence)
+        survived = all(regex.search(evidence.text) or WARNING.search(evidence.text) for evidence in finding.evidence)
         return not (survived and later and words.weight == Weight.ENDED)
     return words.weight < Weight.NAMED or (later and not rule.passes)
 
@@ -438,8 +438,8 @@ def _with_words(finding: DiagnosisFinding, words: tuple[Evidence, ...]) -> Diagn
 
 def explain(text: str, place: Place) -> str:
     """Return the first cause in the log `text` by the rules of `place`, with its hint; "" if there is none."""
-    found = diagnose([("log", ["\n".join(text.splitlines())])], load_rules(place)).findings
-    return ": ".join(filter(None, (found[0].cause, found[0].hint))) if found else ""
+    findings = diagnose([("log", ["\n".join(text.splitlines())])], load_rules(place)).findings
+    return ": ".join(filter(None, (findings[0].cause, findings[0].hint))) if findings else ""
 
 
 def _count(one: _Seen, groups: Mapping[str, str | None]) -> None:

@@ -112,10 +112,10 @@ def is_record(path: Path) -> bool:
 
 def read_record(path: Path) -> RankRecord | None:
     """Return the record in the file `path`, None for any other file. Raises OSError."""
-    found = _RANK.search(path.name)
+    match = _RANK.search(path.name)
     with path.open("rb") as file:
         data = file.read(_LARGEST + 1)
-    if found is None or len(data) > _LARGEST:
+    if match is None or len(data) > _LARGEST:
         return None
     stack = _stack(path)
     try:
@@ -134,7 +134,7 @@ def read_record(path: Path) -> RankRecord | None:
             members[key] = frozenset(map(int, ranks))
     except _DAMAGED:
         return None
-    return RankRecord(int(found[1]), calls, members, stack)
+    return RankRecord(int(match[1]), calls, members, stack)
 
 
 def _stack(path: Path) -> tuple[str, ...]:
@@ -174,7 +174,9 @@ def _call(entry: Mapping[str, Any], failed: bool) -> Call:
 
 def _where(frames: Sequence[str]) -> str:
     """Return the innermost frame that is not in torch."""
-    return next((one for one in frames if not _OWN.search(one.rpartition(":")[0] or one)), frames[0] if frames else "")
+    return next(
+        (frame for frame in frames if not _OWN.search(frame.rpartition(":")[0] or frame)), frames[0] if frames else ""
+    )
 
 
 def merged(records: Iterable[RankRecord]) -> Iterator[str]:
@@ -183,20 +185,22 @@ def merged(records: Iterable[RankRecord]) -> Iterator[str]:
     In a process group, the ranks in the collective with the highest number wait for the others. Ranks that are late in
     one group because they wait in another group are left out.
     """
-    by_rank = {one.rank: one for one in records}
+    by_rank = {record.rank: record for record in records}
     waiting = {
-        rank for rank, one in by_rank.items() if any(calls and not calls[-1].ended for calls in one.calls.values())
+        rank
+        for rank, record in by_rank.items()
+        if any(calls and not calls[-1].ended for calls in record.calls.values())
     }
-    for group in dict.fromkeys(name for one in by_rank.values() for name in one.calls):
+    for group in dict.fromkeys(name for record in by_rank.values() for name in record.calls):
         yield from _of_group(group, by_rank, waiting)
 
 
 def _of_group(group: str, by_rank: Mapping[int, RankRecord], waiting: set[int]) -> Iterator[str]:
-    last = {rank: one.calls[group][-1] for rank, one in by_rank.items() if one.calls.get(group)}
+    last = {rank: record.calls[group][-1] for rank, record in by_rank.items() if record.calls.get(group)}
     stuck = {rank: call for rank, call in last.items() if not call.ended}
     if not stuck:
         return
-    members = set(last).union(*(one.members.get(group, frozenset()) for one in by_rank.values()))
+    members = set(last).union(*(record.members.get(group, frozenset()) for record in by_rank.values()))
     if len(by_rank) == 1 and not members - set(by_rank):
         return
     number = max(call.number for call in stuck.values())
@@ -256,8 +260,8 @@ def job_number(name: str) -> str:
     if kind not in ("out", "err", "log", "txt"):
         return ""
     shortest = 1 if kind in ("out", "err") else _LONG
-    found = [one for one in _NUMBER.finditer(stem) if not _OF_NODES.search(stem[: one.start()])]
-    numbers = [one[0] for one in found if len(one[0]) >= shortest]
+    matches = [match for match in _NUMBER.finditer(stem) if not _OF_NODES.search(stem[: match.start()])]
+    numbers = [match[0] for match in matches if len(match[0]) >= shortest]
     # The longest number is the job's: a model's size, an array index and a task's number are shorter.
     return max(reversed(numbers), key=len, default="")
 
@@ -279,7 +283,7 @@ def read_logs(paths: Sequence[str]) -> Iterator[tuple[str, Iterator[str]]]:
             yield "standard input" if file == STDIN else file, _blocks(file)
     if records:
         found = (read_record(path) for path in records if not path.name.endswith(".stack"))
-        yield f"{records[0].parent}/ (flight records)", merged([one for one in found if one])
+        yield f"{records[0].parent}/ (flight records)", merged([record for record in found if record])
 
 
 def _files(path: str) -> tuple[list[str], bool]:
