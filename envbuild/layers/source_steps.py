@@ -222,12 +222,13 @@ def interpreter_in(host: BuildHost, python: BuildPython, *, isolated: bool) -> s
     if python.packages is None and not isolated:
         return python.interpreter
     # The interpreter of a virtual environment is a link, and home is where its standard library is found.
-    home = os.path.dirname(os.path.realpath(python.interpreter) if python.packages is None else python.interpreter)
+    program = os.path.realpath(python.interpreter) if python.packages is None else python.interpreter
+    home = os.path.dirname(program)
     root = host.work / "environment"
     if python.conda is not None:
         root.mkdir()
         python.conda(root, host.inside / root.name)
-        home = str(host.inside / root.name / "bin")
+        home, program = str(host.inside / root.name / "bin"), python.interpreter
         if not isolated and python.packages is not None:
             python.packages(root)
             return f"{home}/python"
@@ -237,7 +238,7 @@ def interpreter_in(host: BuildHost, python: BuildPython, *, isolated: bool) -> s
     system = str(python.system and not isolated).lower()
     (root / "pyvenv.cfg").write_text(f"home = {home}\ninclude-system-site-packages = {system}\n", encoding="utf-8")
     for name in ("python", "python3", f"python{python.version}"):
-        (root / "bin" / name).symlink_to(f"{home}/{os.path.basename(python.interpreter) or 'python'}")
+        (root / "bin" / name).symlink_to(f"{home}/{os.path.basename(program) or 'python'}")
     if not isolated and python.packages is not None:
         python.packages(root)
     return str(host.inside / root.name / "bin/python")
