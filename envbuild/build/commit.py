@@ -13,12 +13,12 @@ from envbuild.base.progress import log
 from envbuild.build.kinds import kind_at, subject_at
 from envbuild.contract.receipt import failures, passed_line, passing_receipt, receipt_path, write_receipt
 from envbuild.contract.state import State
-from envbuild.contract.verification import VerifySettings, parse_settings
+from envbuild.contract.verification import Thoroughness, VerifySettings, parse_settings
 from envbuild.environment import Environment
 from envbuild.gpus import Containers, gpu_faults
 from envbuild.recipe.targets import Target
 from envbuild.store.history import record
-from envbuild.verify.model import Subject, Thoroughness, Verdict, check_texts, listed, make_receipt
+from envbuild.verify.model import Subject, Verdict, check_texts, listed, make_receipt
 
 if TYPE_CHECKING:
     from envbuild.plan import Plan

@@ -29,6 +29,7 @@ from envbuild.contract.kinds import CONDA, VENV, FolderArtifact
 from envbuild.contract.manifest import changes, move_seal, read_manifest, shown
 from envbuild.contract.receipt import manifest_of, read_receipt, receipt_path
 from envbuild.contract.state import State, check_place
+from envbuild.contract.verification import FULL, Thoroughness
 from envbuild.environment import Environment, own_command
 from envbuild.interpreter import HostPython
 from envbuild.layers.requested import RequestedLayers, before_environment, check_here, for_host, requested_layers
@@ -41,7 +42,6 @@ from envbuild.recipe.find import command_word
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, check_host, host_arch
 from envbuild.verify.elf_files import folder_gpu_code
-from envbuild.verify.model import FULL, Thoroughness
 
 
 def prepare_folder(

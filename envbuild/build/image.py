@@ -20,6 +20,7 @@ from envbuild.build.prepare import build_layers, image_python, prepare
 from envbuild.contract.kinds import DOCKER
 from envbuild.contract.receipt import pushed_as, receipt_path, record_push
 from envbuild.contract.state import IMAGE
+from envbuild.contract.verification import FULL, Thoroughness
 from envbuild.environment import Environment
 from envbuild.image.daemon import connect
 from envbuild.image.model import docker_manifest
@@ -31,7 +32,6 @@ from envbuild.plan import ImageInputs, Plan
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.verify.containers import BuiltImage, image_subject
-from envbuild.verify.model import FULL, Thoroughness
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from envbuild.build.squash_files import WRITERS, composed, spans_of
 from envbuild.contract.kinds import file_kind
 from envbuild.contract.receipt import is_quick, passing_receipt, receipt_path
 from envbuild.contract.state import State
+from envbuild.contract.verification import FULL, Thoroughness
 from envbuild.environment import Environment
 from envbuild.gpus import Containers
 from envbuild.image.archive import archive_at
@@ -47,7 +48,6 @@ from envbuild.layers.segment_cache import MissingData, SegmentCache, segment_cac
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.store.pieces import Span, note_spans
 from envbuild.verify.image_file import check_image_place, image_state, open_image_file
-from envbuild.verify.model import FULL, Thoroughness
 
 if TYPE_CHECKING:  # a conversion needs nothing of recipes
     from envbuild.build.image_layers import PreparedImage

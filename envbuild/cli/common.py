@@ -28,10 +28,10 @@ from envbuild.site.settings import Site
 from envbuild.store.usage import remember
 
 if TYPE_CHECKING:
+    from envbuild.contract.verification import Thoroughness
     from envbuild.jobs.model import JobPlan
     from envbuild.lock.lifecycle import LockUse
     from envbuild.plan import Plan
-    from envbuild.verify.model import Thoroughness
 
 
 class _Named(click.Path):
@@ -174,7 +174,7 @@ class BuildOptions:
     @property
     def asked(self) -> Thoroughness:
         """The required thoroughness of the verification."""
-        from envbuild.verify.model import Thoroughness
+        from envbuild.contract.verification import Thoroughness
 
         return Thoroughness(quick=self.verify == "quick", faults=self.faults)
 

@@ -72,13 +72,24 @@ class ExpectTable:
 
 
 @dataclass(frozen=True)
-class VerifySettings:
+class Thoroughness:
+    """The thoroughness of a verification: `quick` for one short launch, `faults` to also test the restart of a rank."""
+
+    faults: bool = internal(False)
+    quick: bool = internal(False)
+
+
+FULL = Thoroughness()
+
+
+@dataclass(frozen=True)
+class VerifySettings(Thoroughness):
     """The distributed training that verifies an artifact, and the checks of the user's own code.
 
     The first fields are the keys of [verify]. The plan adds facts of the recipe: `direct` are the normalised names of
     the packages that it requires itself, `script_text` is the text of its `script`, and `gpus` are the GPUs of the
-    target, or else the site's. A run adds `quick` and `faults` of its Thoroughness, and `wanted_nproc_per_node`, the
-    recipe's number where this host has fewer GPUs than that, else 0.
+    target, or else the site's. A run adds its thoroughness, and `wanted_nproc_per_node`, the recipe's number where this
+    host has fewer GPUs than that, else 0.
     """
 
     nodes: int = key(2, "Nodes that train together.", minimum=1, example=2)
@@ -124,8 +135,6 @@ class VerifySettings:
     )
     expect: ExpectTable = key(ExpectTable(), "What the command or the script must leave behind.")
 
-    faults: bool = internal(False)
-    quick: bool = internal(False)
     direct: tuple[str, ...] = internal(())
     script_text: str = internal("")
     gpus: tuple[str, ...] = internal(())
@@ -175,7 +184,7 @@ class VerifySettings:
 _SAME_QUICK = ("trainer", "imports", "imports_except", "direct")
 _SAME = (*_SAME_QUICK, "command", "expect", "script", "script_text", "model")
 # Settings that every state and receipt has.
-_SAID = ("nodes", "nproc_per_node", "epochs", "loss_tolerance", "model", "trainer")
+_REQUIRED = ("nodes", "nproc_per_node", "epochs", "loss_tolerance", "model", "trainer")
 # Settings of one run, which are not in the state.
 _OF_RUN = ("faults", "quick", "wanted_nproc_per_node")
 
@@ -187,7 +196,7 @@ def parse_settings(table: object) -> VerifySettings:
     """
     if not isinstance(table, dict):
         raise ValueError(f"the verification's settings are {table!r:.100}")
-    if missing := [name for name in _SAID if name not in table]:
+    if missing := [name for name in _REQUIRED if name not in table]:
         raise ValueError(f"the verification's settings lack {', '.join(missing)}")
     return _parse(VerifySettings(), table)
 

@@ -197,35 +197,32 @@ class LoadedRecipe:
         """Return `sha256:...` over exactly the inputs of the conda lock of `target`."""
         recipe, (_, table) = self.recipe, self.target(target.name)
         return _digest(
-            target=target.name,
-            python=recipe.python,
             channels=recipe.conda.channels,
             dependencies=recipe.conda.dependencies + table.conda,
-            requirements=recipe.conda.requirements,
-            constraints=recipe.constraints,
-            indexes=table.indexes,
-            glibc=table.glibc,
-            **self._bound_of(recipe.conda.requirements),
-            **self._builds_of(target),
-            **({"overrides": recipe.overrides} if recipe.overrides and recipe.conda.requirements else {}),
+            **self._inputs(target, recipe.conda.requirements),
         )
 
     def resolution_digest(self, target: Target) -> str:
         """Return `sha256:...` over the inputs of the wheel lock of `target`. Raises UsageError if it is unknown."""
         recipe, (_, table) = self.recipe, self.target(target.name)
         nccl = self.nccl_wheel(target)
-        requirements = recipe.requirements + table.requirements
-        more = self._bound_of(requirements) | self._builds_of(target) | ({} if nccl is None else {"nccl": nccl})
-        return _digest(
-            target=target.name,
-            python=recipe.python,
-            requirements=requirements,
-            constraints=recipe.constraints,
-            indexes=table.indexes,
-            glibc=table.glibc,
-            **more,
-            **({"overrides": recipe.overrides} if recipe.overrides else {}),
-        )
+        more = {} if nccl is None else {"nccl": nccl}
+        return _digest(**self._inputs(target, recipe.requirements + table.requirements), **more)
+
+    def _inputs(self, target: Target, requirements: tuple[str, ...]) -> dict[str, object]:
+        """Return the inputs of a resolution of `requirements`, which count in the digest of its lock."""
+        recipe, table = self.recipe, self.recipe.targets[target.name]
+        return {
+            "target": target.name,
+            "python": recipe.python,
+            "requirements": requirements,
+            "constraints": recipe.constraints,
+            "indexes": table.indexes,
+            "glibc": table.glibc,
+            **self._bound_of(requirements),
+            **self._builds_of(target),
+            **({"overrides": recipe.overrides} if recipe.overrides and requirements else {}),
+        }
 
     def nccl_wheel(self, target: Target) -> str | None:
         """Return the version of the NCCL wheel that `[layers.nccl]` uses instead of torch's pin, in PyPI's spelling.

@@ -169,17 +169,6 @@ def not_tried(name: str, why: str) -> Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Thoroughness:
-    """The thoroughness of a verification: `quick` for one short launch, `faults` to also test the restart of a rank."""
-
-    quick: bool = False
-    faults: bool = False
-
-
-FULL = Thoroughness()
-
-
-@dataclass(frozen=True, slots=True)
 class Verdict:
     """The results of all checks, in order, and the figures of `performance`.
 

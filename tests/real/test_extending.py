@@ -34,6 +34,7 @@ from envbuild.contract.kinds import FileArtifact, FolderArtifact
 from envbuild.contract.manifest import seal, write_manifest
 from envbuild.contract.receipt import passing_receipt
 from envbuild.contract.state import FILE, State, has_packages, site_packages
+from envbuild.contract.verification import Thoroughness
 from envbuild.environment import Environment
 from envbuild.image.layout import file_digest
 from envbuild.image.squashfs.model import codec_of
@@ -53,7 +54,6 @@ from envbuild.site.settings import load_site
 from envbuild.verify import image_file, runtimes
 from envbuild.verify.host import Launch
 from envbuild.verify.image_file import ImageFile
-from envbuild.verify.model import Thoroughness
 from envbuild.verify.runtimes import ImageRuntime, Runtime
 
 from .conftest import REPOSITORY

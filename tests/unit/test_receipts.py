@@ -13,13 +13,13 @@ from envbuild.base.errors import BuildError
 from envbuild.build import commit
 from envbuild.contract.receipt import passing_receipt, receipt_path
 from envbuild.contract.state import State, read_state
-from envbuild.contract.verification import VerifySettings
+from envbuild.contract.verification import FULL, Thoroughness, VerifySettings
 from envbuild.lock.format import Lock
 from envbuild.plan import Plan, make_plan
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
-from envbuild.verify.model import FULL, Subject, Thoroughness, Verdict, make_receipt
+from envbuild.verify.model import Subject, Verdict, make_receipt
 from envbuild.verify.processes import find_rank, find_with
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "pt_minimal"
