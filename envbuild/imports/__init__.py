@@ -24,7 +24,8 @@ from envbuild.imports.dockerfile import read_dockerfile
 from envbuild.imports.lock_files import is_environment, read_installed, read_pipfile_lock, read_toml_lock
 from envbuild.imports.pip_files import read_requirements
 from envbuild.imports.pyproject import builds_package, read_pyproject
-from envbuild.imports.statement import Statement, lost, text_of
+from envbuild.imports.signs import gpu_signs
+from envbuild.imports.statement import UNUSUAL_FILE, Statement, lost, text_of
 
 
 def _read_text(path: Path) -> Iterator[Statement]:
@@ -54,6 +55,8 @@ _CONVERTED = {
 }
 # Of the many YAML and text files of a project's folder, those with the usual names.
 _IN_FOLDER = re.compile(r"(?!.*\.ya?ml|.*\.(txt|in)).*|environment\.ya?ml|(.*\.)?conda-lock\.ya?ml|requirements\.txt")
+# Files beside those that are often the ones for GPUs: requirements-gpu.txt, environment_cuda.yml.
+_NAMED_ONLY = re.compile(r"requirements?(?![A-Za-z]).*\.(?:txt|in)$|(?<![a-z])environment(?![A-Za-z]).*\.ya?ml$")
 # The folder of a new recipe.
 _RECIPE = Path("recipes", "NAME")
 
@@ -96,8 +99,20 @@ def _read_folder(path: Path, groups: Collection[str], recipe: Path) -> Iterator[
         text = text_of(path / name) if name in present and replaces not in present else ""
         if re.search(holds, text, re.MULTILINE):
             yield lost(name, str(path / name), _hint(name))
+            yield from _signs_in(path / name, text, _hint(name))
+    for name in present:
+        if _NAMED_ONLY.search(name) and name not in names:
+            yield lost(name, str(path / name), UNUSUAL_FILE)
+            yield from _signs_in(path / name, text_of(path / name), UNUSUAL_FILE)
     if "pyproject.toml" in names and builds_package(path / "pyproject.toml"):
         yield Statement("project", os.path.relpath(path, recipe), str(path / "pyproject.toml"))
+
+
+def _signs_in(path: Path, text: str, reason: str) -> Iterator[Statement]:
+    """Yield the lines of a file that init does not read and that have a sign of GPUs; comments have none."""
+    for number, line in enumerate(text.split("\n"), 1):
+        statement = lost(re.sub(r"(^|\s)#.*", "", line), f"{path}:{number}", reason)
+        yield from [statement] if gpu_signs([statement]) else []
 
 
 def _hint(name: str) -> str:

@@ -15,21 +15,26 @@ from envbuild.base.masking import is_secret, masked_text
 from envbuild.base.text import normalise
 from envbuild.base.toml import nearest
 from envbuild.data import load_table
-from envbuild.imports.statement import (
-    LINUX,
-    OTHER_SYSTEM,
-    OWN_NAME,
-    Draft,
-    Statement,
-    for_linux,
+from envbuild.imports.signs import (
+    ELSEWHERE,
+    elsewhere_note,
     gpu_note,
     gpu_signs,
     group_note,
     is_published,
-    linux_places,
     published,
     published_note,
     tags_of,
+)
+from envbuild.imports.statement import (
+    LINUX,
+    OTHER_SYSTEM,
+    OWN_NAME,
+    UNUSED_INDEX,
+    Draft,
+    Statement,
+    for_linux,
+    linux_places,
 )
 from envbuild.recipe import checks
 from envbuild.recipe.checks import reference_of
@@ -114,9 +119,8 @@ def compose(
         problem = statement.reason or _problem(statement, chosen)
         lose(statement, problem) if problem else kept.setdefault(statement)
     arches = [Target.parse(target).arch] if target else _arches(kept)
-    here = [one for one in given if _is_for(one, arches) and (one in kept or not _left_out(one, chosen))]
+    here, left_out, elsewhere = _by_use(given, kept, arches, chosen)
     signs = gpu_signs(here, chosen)
-    hidden = gpu_signs(one for one in given if _is_for(one, arches) and one not in kept and _left_out(one, chosen))
     torch = [Requirement(one.text).specifier for one in kept if one.kind in _REQUIREMENTS and _project(one) == "torch"]
     is_conda = any(statement.kind in _CONDA for statement in kept)
     signed = tags_of(signs, torch, arches[0])
@@ -189,12 +193,12 @@ def compose(
         else:
             data["project"] = {"path": statement.text}
     data |= _filled(fabric="".join(of("fabric"))) | {"targets": tables} | _filled(image=_image(kept, lose, is_conda))
-    warning = gpu_note(signs, targets, chosen_tags)
-    if not warning and signed != chosen_tags and tags == {*chosen_tags}:
-        warning = published_note(signs, signed, targets)
-    if not warning and not target and not any(map(_chooses, kept)):
-        warning = group_note(hidden, targets)
-    return Draft(name, data, tuple(kept), tuple(gone), warning)
+    notes = [gpu_note(signs, targets, chosen_tags)]
+    if not notes[0] and signed != chosen_tags and tags == {*chosen_tags}:
+        notes.append(published_note(signs, signed, targets))
+    if not target and not any(map(_chooses, kept)):
+        notes += [group_note(gpu_signs(left_out), targets), elsewhere_note(gpu_signs(elsewhere), targets)]
+    return Draft(name, data, tuple(kept), tuple(gone), ". ".join(filter(None, notes)))
 
 
 def _filled(**values: Any) -> dict[str, Any]:
@@ -207,6 +211,22 @@ def _once(statements: Iterable[Statement]) -> list[Statement]:
     for statement in statements:
         groups.setdefault(replace(statement, group=""), []).append(statement.group)
     return [replace(one, group="" if "" in found else " ".join(dict.fromkeys(found))) for one, found in groups.items()]
+
+
+def _by_use(
+    given: Sequence[Statement], kept: Collection[Statement], arches: Collection[str], chosen: set[str]
+) -> tuple[list[Statement], list[Statement], list[Statement]]:
+    """Return the statements for the recipe, those of extras that are not carried, and those for other systems."""
+    here, left_out, elsewhere = list[Statement](), list[Statement](), list[Statement]()
+    # Sources that choose an index do not mean those that they leave unused.
+    reasons = (*ELSEWHERE, UNUSED_INDEX) if any(one.kind == "index" for one in given) else ELSEWHERE
+    for statement in given:
+        is_out = statement not in kept and _left_out(statement, chosen)
+        if _is_for(statement, arches) and statement.reason not in reasons:
+            (left_out if is_out else here).append(statement)
+        elif not is_out:
+            elsewhere.append(statement)
+    return here, left_out, elsewhere
 
 
 def _left_out(statement: Statement, groups: set[str]) -> bool:

@@ -16,9 +16,12 @@ from typing import Any
 from envbuild.base.errors import UsageError
 from envbuild.base.text import normalise
 from envbuild.base.toml import Document, list_at, read, table_at, value_at
+from envbuild.data import load_table
 from envbuild.imports.conda_files import KINDS, conda_entries, pixi_entries
 from envbuild.imports.pip_files import beside, pip_line, poetry_requirement, poetry_specifier
+from envbuild.imports.signs import gpu_signs
 from envbuild.imports.statement import (
+    BOUND,
     OTHER_SYSTEM,
     OWN,
     OWN_NAME,
@@ -59,13 +62,25 @@ _INDEXES = (
     ("tool", "pdm", "source"),
     ("tool", "rye", "sources"),
 )
+_UV_INDEXES, _UV_OTHER = ("index-url", "extra-index-url"), ("find-links", "torch-backend")
+_UV_SETTINGS = (*_UV_INDEXES, *_UV_OTHER)
 _LOST = {("build-system", "requires"): "builds the project's own wheel"}
-BOUND = (
-    "the target has this index; that the package comes from it alone is said in [indexes] of the recipe and the site"
+# Tables and values of [tool] that read_pyproject reads.
+_READ: tuple[tuple[str, ...], ...] = (
+    *_ARRAYS,
+    *_INDEXES,
+    *(("tool", "uv", *key) for key in (("sources",), ("constraint-dependencies",), ("override-dependencies",))),
+    *(("tool", "uv", *pip, key) for pip in ((), ("pip",)) for key in _UV_SETTINGS),
+    ("tool", "poetry", "dependencies"),
+    ("tool", "poetry", "dev-dependencies"),
+    ("tool", "poetry", "extras"),
+    ("tool", "poetry", "group"),
+    ("tool", "conda-lock"),
+    ("tool", "pixi"),
 )
 # conda's platforms of the architectures.
 _PLATFORMS = {"x86_64": "linux-64", "aarch64": "linux-aarch64"}
-_HATCH = ("tool", "hatch", "envs")
+_HATCH, _HATCH_KEYS = ("tool", "hatch", "envs"), ("dependencies", "extra-dependencies")
 _POETRY, _CONDA_LOCK = ("tool", "poetry"), ("tool", "conda-lock")
 
 
@@ -90,7 +105,7 @@ def read_pyproject(path: Path) -> Iterator[Statement]:
             found = texts(document, place, "requirement", name if group is None else group)
             yield from _sourced(document, _without_own(document, found))
     for name in table_at(data, *_HATCH):
-        for key in ("dependencies", "extra-dependencies"):
+        for key in _HATCH_KEYS:
             yield from texts(document, (*_HATCH, name, key), "requirement", name)
     yield from texts(document, ("tool", "uv", "constraint-dependencies"), "constraint")
     yield from texts(document, ("tool", "uv", "override-dependencies"), "override")
@@ -110,6 +125,29 @@ def read_pyproject(path: Path) -> Iterator[Statement]:
         else:
             yield lost(f"{name} = {one}", document.where(*keys), TOOL)
     yield from pixi_entries(document, ("tool", "pixi"))
+    yield from _unread(document)
+
+
+def _unread(document: Document) -> Iterator[Statement]:
+    """Yield the signs of GPUs in classifiers, and in settings of tools that this module does not read."""
+    data, checkers = document.data, load_table("gpu_signs")["checkers"]
+    settings: list[tuple[str, ...]] = [("project", "classifiers")]
+    for name in table_at(data, "tool"):
+        settings += [] if name in checkers else _leaves(data, ("tool", name))
+    for keys in settings:
+        is_hatch = keys[:3] == _HATCH and keys[-1] in _HATCH_KEYS
+        if is_hatch or any(keys[: len(read)] == read for read in _READ):
+            continue
+        value = value_at(data, *keys)
+        for text in value if isinstance(value, list) else [value]:
+            statement = lost(f"[{'.'.join(keys[:-1])}] {keys[-1]} = {text}", document.where(*keys), TOOL)
+            yield from [statement] if gpu_signs([statement]) else []
+
+
+def _leaves(data: Mapping[str, Any], keys: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return the keys of all values below `keys` that are no tables."""
+    value = value_at(data, *keys)
+    return [one for name in value for one in _leaves(data, (*keys, name))] if isinstance(value, dict) else [keys]
 
 
 def _dynamic(document: Document) -> Iterator[Statement]:
@@ -196,11 +234,11 @@ def _uv_settings(document: Document) -> Iterator[Statement]:
     data = document.data
     for root in (("tool", "uv"), ("tool", "uv", "pip")):
         table = table_at(data, *root)
-        for key in ("index-url", "extra-index-url"):
+        for key in _UV_INDEXES:
             given = table.get(key, [])
             for url in [given] if isinstance(given, str) else list_at(given):
                 yield Statement("index", str(url), document.where(*root, key))
-        for key in ("find-links", "torch-backend"):
+        for key in _UV_OTHER:
             if key in table:
                 yield lost(f"{key} = {table[key]}", document.where(*root, key), TOOL)
     required = _required(document)

@@ -131,7 +131,7 @@ four = { git = "https://host.example/four" }
     assert lost["https://download.pytorch.org/whl/rocm6.4"] == "belongs to rocm: carry it with --extra rocm"
     assert lost["https://download.pytorch.org/whl/cu130"] == "belongs to cu13: carry it with --extra cu13"
     assert recipe.overrides == ("ml-dtypes==0.4.1",) and "ml-dtypes==0.4.1" not in lost
-    assert not draft.warning
+    assert draft.warning.endswith("To carry them choose --extra cu13 or --extra rocm")
     # The index of a package that only an extra requires is a sign of that extra.
     text = '[project]\nname = "a"\ndependencies = ["numpy"]\n[project.optional-dependencies]\nxpu = ["triton-xpu"]\n'
     text += 'cuda = ["torch==2.7.1+cu128"]\n[tool.uv.sources]\ntriton-xpu = { index = "xpu" }\n'

@@ -10,7 +10,8 @@ from click.testing import CliRunner
 from lab.drafts import draft_of
 
 from envbuild.cli.commands import cli
-from envbuild.imports.statement import Draft, Statement, gpu_signs
+from envbuild.imports.signs import gpu_signs
+from envbuild.imports.statement import Draft, Statement
 from envbuild.recipe.model import Recipe
 
 _CONDA = "channels: [conda-forge]\nplatforms: [linux-64]\ndependencies:\n- python=3.11\n"
@@ -179,9 +180,7 @@ def test_a_sign_without_a_version_is_a_warning(tmp_path: Path, name: str, text: 
     ("kind", "text"),
     [
         ("requirement", "torch==2.7.1+cpu"),
-        ("requirement", "nvidia-ml-py"),
         ("requirement", "tritonclient[http]"),
-        ("requirement", "gpustat"),
         ("requirement", "numpy==1.2+local"),
         ("requirement", "cuda-is-no-package"),
         ("requirement", "gpu-is-no-accelerator"),
@@ -194,7 +193,6 @@ def test_a_sign_without_a_version_is_a_warning(tmp_path: Path, name: str, text: 
         ("env", "CMAKE_ARGS=-DGGML_CUDA=off"),
         ("base", "pytorch/pytorch:2.7-cpu"),
         ("base", "pytorch/pytorch-lightning-docs"),
-        ("requirement", "GPUtil"),
         ("conda", "pytorch * cpu*"),
         ("conda", "cudf-free 1"),
         ("conda", "nccl-tests-docs"),
@@ -202,9 +200,13 @@ def test_a_sign_without_a_version_is_a_warning(tmp_path: Path, name: str, text: 
         ("index", "https://download.pytorch.org/whl/cpu"),
         ("base", "python:3.11"),
         ("env", "OMP_NUM_THREADS=1"),
+        ("requirement", "gpuleaf"),
+        ("env", "CUDA_VISIBLE_DEVICES=-1"),
+        ("env", "WITHOUT_CUDA_KERNELS=1"),
         ("lost", "COPY cuda_kernels.py ."),
+        ("lost", "LABEL title=the deepspeed image"),
+        ("lost", "pip install --deepspeed-config x"),
         ("lost", "SKIP_CUDA_BUILD=TRUE uv sync"),
-        ("lost", "x-rocm = {'index': 'r'}"),
         ("index", "https://host.example/cu126x/simple"),
     ],
 )
@@ -214,7 +216,8 @@ def test_what_is_no_sign(kind: str, text: str) -> None:
 
 def test_signs_of_other_systems_and_extras_choose_nothing(tmp_path: Path) -> None:
     draft, recipe = imported(tmp_path, "environment.yml", f"{_CONDA}- pytorch\n- cudatoolkit=11.3 # [win64]\n")
-    assert list(recipe.targets) == ["cpu-x86_64"] and not draft.warning
+    assert list(recipe.targets) == ["cpu-x86_64"] and "cudatoolkit=11.3 (CUDA 11.3)" in draft.warning
+    assert draft.warning.endswith("If it is meant for GPUs, choose --target cu113-x86_64")
     text = '[project]\nname = "a"\ndependencies = ["torch"]\n[project.optional-dependencies]\ngpu = ["flash-attn"]\n'
     draft, recipe = imported(tmp_path, "pyproject.toml", text)
     assert list(recipe.targets) == ["cpu-x86_64"]  # it chooses nothing, and is named
@@ -274,6 +277,92 @@ RUN poetry install --with gpu
     lost = {one.text: one.reason for one in draft.lost}
     assert lost["onnxruntime"].startswith("in a branch or loop")
     assert "name these with --from" in lost["poetry install --with gpu"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "named"),
+    [
+        ("Dockerfile", "RUN uv sync --frozen --no-build-isolation-package mamba-ssm", "-package mamba-ssm (CUDA)"),
+        ("Dockerfile", "RUN uv pip install --no-build-isolation-package flash_attn rich", "-package flash_attn (CUDA)"),
+        ("Dockerfile", "RUN git clone --depth 1 https://github.com/a/causal-conv1d.git /src", "causal-conv1d.git"),
+        ("Dockerfile", "RUN dnf install -y python3 cuda-toolkit-12-4", "cuda-toolkit-12-4 (CUDA 12.4)"),
+        ("Dockerfile", "RUN TORCH_CUDA_ARCH_LIST=9.0 pip install rich", "TORCH_CUDA_ARCH_LIST=9.0 (CUDA)"),
+        ("Dockerfile", "RUN export CUDA_HOME=/cuda && make", "CUDA_HOME=/cuda (CUDA)"),
+        ("Dockerfile", "ENV HIP_VISIBLE_DEVICES=0", "HIP_VISIBLE_DEVICES=0 (ROCm)"),
+        ("Dockerfile", "COPY --from=nvidia/cuda:12.4.1-base /usr/local /usr/local", "(CUDA 12.4)"),
+        ("Dockerfile", "ARG ACCELERATOR=gpu", "ACCELERATOR=gpu (CUDA)"),
+        ("Dockerfile", f"RUN {'true && ' * 30}pip download tensorrt", "tensorrt (CUDA)"),
+        ("Dockerfile", "RUN uv pip install --torch-backend=auto rich", "--torch-backend=auto (CUDA)"),
+        ("requirements.txt", "deepspeed==0.15", "deepspeed==0.15 (CUDA)"),
+        ("requirements.txt", "./third_party/apex", "./third_party/apex (CUDA)"),
+        ("requirements.txt", "-e submodules/simple-knn", "-e submodules/simple-knn (CUDA)"),
+        (
+            "requirements.txt",
+            "--extra-index-url https://rocm.nightlies.example/v2/",
+            "example/v2/ (ROCm)",
+        ),
+        (
+            "requirements.txt",
+            "-f https://host.example/kaolin/torch-2.5.1_cu124.html",
+            "(CUDA 12.4)",
+        ),
+        ("pyproject.toml", '[build-system]\nrequires = ["nvidia-cuda-nvcc"]', "nvidia-cuda-nvcc (CUDA)"),
+        ("pyproject.toml", '[tool.uv]\nno-build-isolation-package = ["apex", "vllm"]', "= vllm (CUDA)"),
+        ("pyproject.toml", '[tool.uv]\noverride-dependencies = ["triton>=3"]', "triton>=3 (CUDA)"),
+        ("pyproject.toml", '[tool.uv.extra-build-dependencies]\nflash-attn = ["torch"]', "] flash-attn = torch (CUDA)"),
+        ("pyproject.toml", '[tool.uv.extra-build-variables]\nxformers = {MAX = "1"}', ".xformers] MAX = 1 (CUDA)"),
+        ("pyproject.toml", '[tool.uv]\nfind-links = ["https://host.example/whl/cu124"]', "(CUDA 12.4)"),
+        ("pyproject.toml", '[tool.pdm.resolution.overrides]\ncupy-cuda12x = "13"', "cupy-cuda12x = 13 (CUDA 12)"),
+        ("pyproject.toml", '[tool.hatch.envs.a.env-vars]\nFORCE_CUDA = "1"', "FORCE_CUDA = 1 (CUDA)"),
+        ("pyproject.toml", '[tool.scikit-build.cmake.define]\nGGML_CUDA = "ON"', "GGML_CUDA = ON (CUDA)"),
+        (
+            "pyproject.toml",
+            '[project]\nname = "a"\nclassifiers = ["Environment :: GPU :: NVIDIA CUDA"]',
+            "NVIDIA CUDA (CUDA)",
+        ),
+        ("pixi.toml", '[activation.env]\nTORCH_CUDA_ARCH_LIST = "9.0"', "activation = {"),
+        ("environment.yml", "dependencies: [python]\nvariables: {NCCL_DEBUG: INFO}", "NCCL_DEBUG=INFO (CUDA)"),
+    ],
+)
+def test_a_sign_in_any_place_of_a_file_is_carried_or_named(tmp_path: Path, name: str, text: str, named: str) -> None:
+    head = "FROM python:3.11\n" if name == "Dockerfile" else ""
+    draft, _ = imported(tmp_path, name, f"{head}{text}\n", target="cpu-x86_64")
+    assert named in draft.warning and f"{tmp_path / name}:" in draft.warning
+
+
+def test_the_files_of_a_folder_that_init_does_not_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "setup.py").write_text("install_requires = ['rich',\n  'flash-attn>=2',  # vllm\n]\n")
+    (tmp_path / "requirements_gpu.txt").write_text("torch==2.6.0+cu124\n")
+    (tmp_path / "environment-docs.yml").write_text("dependencies: [sphinx]\n")
+    (tmp_path / "requirements.txt").write_text("numpy\n")
+    draft, recipe = draft_of(tmp_path, target=None)
+    assert list(recipe.targets) == ["cpu-x86_64"] and recipe.requirements == ("numpy",)
+    assert "'flash-attn>=2', (CUDA)" in draft.warning and "requirements_gpu.txt:1: torch" in draft.warning
+    assert "vllm" not in draft.warning
+    lost = {one.text: one.reason for one in draft.lost}
+    assert (
+        "name it with --from" in lost["environment-docs.yml"] and "name it with --from" in lost["requirements_gpu.txt"]
+    )
+
+
+def test_the_warning_names_each_sign_once(tmp_path: Path) -> None:
+    names = ["vllm", "xformers", "triton", "cupy", "flashinfer-python", *(f"nvidia-x{n}" for n in range(20))]
+    draft, _ = imported(tmp_path, "requirements.txt", "\n".join([*names, "vllm"]))
+    assert draft.warning.count("vllm (CUDA)") == 1 and "; requirements.txt:5: flashinfer-python (CUDA)" in draft.warning
+    assert "; and 13 more" in draft.warning
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "FROM nvidia/cuda:12.6.3-devel-ubuntu22.04 AS a\nRUN make\nFROM python:3.11\nRUN pip install torch\n",
+        'FROM python:3.11\nARG GPU\nRUN if [ "$GPU" = 1 ]; then pip install torch==2.7.1+cu126; fi\n',
+    ],
+)
+def test_a_stage_or_branch_that_is_not_taken_names_gpus(tmp_path: Path, text: str) -> None:
+    draft, recipe = imported(tmp_path, "Dockerfile", text)
+    assert list(recipe.targets) == ["cpu-x86_64"] and draft.warning.endswith("choose --target cu126-x86_64")
+    assert not imported(tmp_path, "Dockerfile", text, target="cpu-x86_64")[0].warning.startswith("other stages")
 
 
 def test_torchs_own_sign_counts_before_those_of_other_packages(tmp_path: Path) -> None:
@@ -350,7 +439,7 @@ def test_the_name_of_an_extra_of_torch_is_a_sign(tmp_path: Path) -> None:
     text = '[project]\nname = "a"\n[project.optional-dependencies]\ncpu = ["torch>=2.8"]\n'
     text += 'torch-cu126 = ["torch>=2.8"]\nrocm6_4 = ["rich"]\n'
     draft, recipe = imported(tmp_path, "pyproject.toml", text)
-    assert list(recipe.targets) == ["cpu-x86_64"] and draft.warning.endswith("For GPUs choose --extra torch-cu126")
+    assert list(recipe.targets) == ["cpu-x86_64"] and draft.warning.endswith("To carry them choose --extra torch-cu126")
     draft, recipe = imported(tmp_path, "pyproject.toml", text, groups=("torch_cu126",))
     assert list(recipe.targets) == ["cu126-x86_64"] and not draft.warning
     draft, recipe = imported(tmp_path, "pyproject.toml", text, groups=("cpu",))

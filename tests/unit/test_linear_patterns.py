@@ -19,7 +19,7 @@ import pytest
 
 import envbuild
 from envbuild.base import masking
-from envbuild.imports import statement as gpu_signs
+from envbuild.imports import signs as gpu_signs
 from envbuild.jobcheck.diagnose.nccl_log import load_patterns
 from envbuild.jobcheck.diagnose.rules import PLACES, load_rules
 from envbuild.jobcheck.lint.faults import load_faults

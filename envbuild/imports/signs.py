@@ -1,0 +1,369 @@
+"""Signs of GPUs in statements: the accelerator of the targets that they choose, and warnings about those not carried.
+
+The signs are rows of data/gpu_signs.toml.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from urllib.parse import unquote
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from envbuild.base.masking import masked_text
+from envbuild.base.text import normalise
+from envbuild.compat.rows import TorchBuild, load_rows, matches
+from envbuild.data import load_table
+from envbuild.imports.statement import (
+    BOUND,
+    BRANCH,
+    NOT_IN_IMAGE,
+    NOT_TAKEN,
+    OTHER_SYSTEM,
+    UNUSED_INDEX,
+    UNUSUAL_FILE,
+    Statement,
+)
+from envbuild.recipe.targets import ACCELERATORS, Target, accelerator_of
+
+# A statement is a line; a longer text is a script of a Dockerfile, whose beginning is enough.
+_MAX_TEXT, _MAX_SCRIPT = 2000, 20_000
+# Signs that a warning names with their places, and those that it names at all.
+_SHOWN, _NAMED = 3, 12
+_MAX_NAME = 80
+_PINS = ("pin", "conda-pin")
+_REQUIREMENTS = ("requirement", "constraint", "pin", "override")
+# Commands that may not run, indexes without packages, files of a folder that are not read: they choose no target.
+_MAYBE = (BRANCH, UNUSED_INDEX, UNUSUAL_FILE)
+# Statements that say nothing about this environment.
+ELSEWHERE = (OTHER_SYSTEM, NOT_IN_IMAGE, NOT_TAKEN)
+_TORCH = re.compile(r"(?:[\w./-]+::)?(?:torch|pytorch|pytorch-cuda|libtorch)(?![\w-])")
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSign:
+    """A statement that names GPUs of `family` (cuda, rocm; another name, such as Intel XPU, if no target is for it).
+
+    `name` is the part of its text that does. `version` is the toolkit's version, "12.6", only its major part, or "". A
+    `weak` sign chooses a target only if no other sign does: a base image's CUDA may differ from torch's.
+    """
+
+    statement: Statement
+    family: str
+    version: str
+    weak: bool
+    name: str = ""
+
+    @property
+    def rank(self) -> int:
+        """Precedence in the choice of the target: 0 for signs of torch itself, 2 for weak signs, else 1."""
+        return 2 if self.weak else 0 if _TORCH.match(self.statement.text) else 1
+
+    @property
+    def tag(self) -> str:
+        """Tag of the accelerator, cu126; "" if the version is unknown, incomplete, or has no target (CUDA 9.0)."""
+        tag = tag_of_version(self.family, self.version)
+        return tag if "." in self.version and self.known and ACCELERATORS[self.family].version(tag) else ""
+
+    @property
+    def title(self) -> str:
+        """The family and its version: CUDA 12.6."""
+        return f"{ACCELERATORS[self.family].title if self.known else self.family} {self.version}".strip()
+
+    @property
+    def known(self) -> bool:
+        """Whether targets for its family exist."""
+        return self.family in ACCELERATORS
+
+
+@dataclass(frozen=True, slots=True)
+class _SignRow:
+    pattern: re.Pattern[str]
+    kinds: frozenset[str]
+    family: str
+    weak: bool
+
+
+def tag_of_version(family: str, version: str) -> str:
+    """Return the accelerator's tag for a version of its toolkit: cu126 for CUDA 12.6."""
+    return f"cu{version.replace('.', '')}" if family == "cuda" else f"{family}{version}"
+
+
+def gpu_signs(statements: Iterable[Statement], groups: Collection[str] | None = None) -> list[GpuSign]:
+    """Return the most precise sign of each of `statements`.
+
+    The names of extras and groups are signs if they are in `groups` (normalised names; None: all are).
+    """
+    signs = (_sign(statement) or _group_sign(statement, groups) for statement in statements)
+    return [sign for sign in signs if sign is not None]
+
+
+def tags_of(signs: Sequence[GpuSign], torch: Collection[SpecifierSet], arch: str) -> list[str]:
+    """Return the accelerator's tag that `signs` choose, as a list with at most one entry: an environment has one CUDA.
+
+    The newest version among the signs of the first rank counts, since other packages may have older ones. Signs with
+    only a major version choose the CUDA of torch's default wheel, for the torch pinned by the specifiers `torch`.
+    """
+    signs = [sign for sign in signs if sign.statement.reason not in _MAYBE]
+    for rank in range(3):
+        tags = {sign.tag: Version(sign.version) for sign in signs if sign.tag and sign.rank == rank}
+        if tags:
+            return [max(tags, key=lambda tag: tags[tag])]
+    majors = {sign.version for sign in signs if sign.family == "cuda"} - {""}
+    for row in load_rows().torch:
+        if row.arch == arch and row.default.partition(".")[0] in majors and _pins_release(torch, row.versions):
+            return [tag_of_version("cuda", row.default)]
+    return []
+
+
+def published(tag: str, torch: Collection[SpecifierSet], arch: str) -> str:
+    """Return the tag nearest to `tag` for which PyTorch publishes builds of a torch that the specifiers `torch` accept.
+
+    Its major version is the same; for CUDA, the same drivers run it. Returns `tag` itself if no such tag is known.
+    """
+    family = next(accelerator for accelerator in ACCELERATORS.values() if accelerator.version(tag))
+    version, indexes = family.version(tag) or "", load_table("gpu_signs")["published"][family.name]
+    rows = load_rows().torch if family.name == "cuda" else ()
+    rows = tuple(row for row in rows if row.arch == arch and row.cuda and any(_accepted(torch, row.versions)))
+    older = not rows or any(_accepted(torch, f"<{min(map(_first, load_rows().torch))}"))
+    is_open = older or not all(row.complete for row in rows)
+    if version in {one for row in rows for one in row.cuda} or (is_open and version in indexes):
+        return tag
+    major = version.partition(".")[0]
+    lists = [row.cuda for row in reversed(rows)] if rows else [indexes]  # the newest torch with this major version
+    choices = next(filter(None, ([one for one in each if one.partition(".")[0] == major] for each in lists)), [])
+    nearest = min(choices, key=lambda one: abs(Version(one).minor - Version(version).minor), default=version)
+    return tag_of_version(family.name, nearest)
+
+
+def is_published(tag: str) -> bool:
+    """Return whether PyTorch publishes a wheel index for an accelerator."""
+    versions = load_table("gpu_signs")["published"]
+    return tag == "cpu" or any(
+        accelerator.version(tag) in versions.get(accelerator.name, ()) for accelerator in ACCELERATORS.values()
+    )
+
+
+# Releases of torch that may exist; those that specifiers accept tell which rows apply.
+_RELEASES = tuple(f"{major}.{minor}.{patch}" for major in (1, 2) for minor in range(30) for patch in range(3))
+
+
+def _accepted(torch: Collection[SpecifierSet], versions: str) -> Iterator[str]:
+    """Yield the releases of torch within `versions` that all specifiers accept; local versions do not count."""
+    specifiers = [SpecifierSet(re.sub(r"[+][^,;]*", "", str(one))) for one in (*torch, versions)]
+    yield from (release for release in _RELEASES if all(release in one for one in specifiers))
+
+
+def _first(row: TorchBuild) -> Version:
+    return Version(re.split(r"[<>=,]+", row.versions)[1])
+
+
+def published_note(signs: Sequence[GpuSign], tags: Sequence[str], targets: Sequence[Target]) -> str:
+    """Return the warning that `targets` have another accelerator version than the `tags` of the signs, or ""."""
+    sign = next(
+        (sign for sign in signs if sign.tag in tags and sign.tag not in {two.accelerator for two in targets}), None
+    )
+    if sign is None:
+        return ""
+    names = ", ".join(target.name for target in targets)
+    driver = next((row.minimum for row in load_rows().drivers if matches(sign.version, row.cuda)), "")
+    same = f", which the same drivers run ({driver} or newer)" if sign.family == "cuda" and driver else ""
+    head = f"PyTorch has no build of torch for {sign.title} that the sources accept: {_named([sign])}"
+    return f"{head}. The recipe is for {names}{same}"
+
+
+def gpu_note(signs: Sequence[GpuSign], targets: Sequence[Target], tags: Sequence[str]) -> str:
+    """Return the warning about `signs` that no target supports, or ""; `tags` are the tags that signs choose.
+
+    If a target supports torch's own sign, differing signs of other pins in a lock are ignored.
+    """
+
+    def is_carried(sign: GpuSign) -> bool:
+        return any(_agrees(target.accelerator, sign) for target in targets)
+
+    settled = any(sign.rank == 0 and is_carried(sign) for sign in signs)
+    missing = [
+        gpu_sign
+        for gpu_sign in signs
+        if not is_carried(gpu_sign) and not (settled and gpu_sign.statement.kind in _PINS)
+    ]
+    if not missing:
+        return ""
+    sign = next((gpu_sign for gpu_sign in missing if gpu_sign.version), missing[0])
+    names = ", ".join(target.name for target in targets)
+    head = (
+        f"the sources name {'GPUs' if sign.known else sign.family}, and the recipe is for {names}: {_named(missing)}."
+    )
+    if not sign.known:
+        return f"{head} envbuild has no target for {sign.family}"
+    usual = [tag for tag in ACCELERATORS[sign.family].usual if _agrees(tag, sign)] or ACCELERATORS[sign.family].usual
+    choice = next((tag for tag in tags if _agrees(tag, sign)), sign.tag or usual[-1])
+    return f"{head} For these GPUs choose --target {choice}-{targets[0].arch}"
+
+
+def group_note(signs: Sequence[GpuSign], targets: Sequence[Target]) -> str:
+    """Return the warning that extras and groups with GPU `signs` are not carried, or ""."""
+    groups: dict[str, GpuSign] = {}
+    signs = sorted(signs, key=lambda sign: not sign.tag)  # those that choose a target first
+    for sign in signs:
+        groups.setdefault(sign.statement.group.split()[0], sign)
+    if not groups:
+        return ""
+    signs = [*groups.values(), *(sign for sign in signs if sign not in groups.values())]
+    names = ", ".join(target.name for target in targets)
+    choice = " or ".join(f"--extra {name}" for name in list(groups)[:_SHOWN])
+    return (
+        f"extras or groups that name GPUs are not carried, and the recipe is for {names}:"
+        f" {_named(signs)}. To carry them choose {choice}"
+    )
+
+
+def elsewhere_note(signs: Sequence[GpuSign], targets: Sequence[Target]) -> str:
+    """Return the warning about `signs` of statements that are not for this recipe, or "" if a target is for GPUs."""
+    if not signs or any(target.family.gpu for target in targets):
+        return ""
+    names = ", ".join(target.name for target in targets)
+    tag = next((sign.tag for sign in signs if sign.tag), ACCELERATORS["cuda"].usual[-1])
+    return (
+        f"other stages, branches or systems, or unused indexes, name GPUs, and the recipe is for {names}:"
+        f" {_named(signs)}. If it is meant for GPUs, choose --target {tag}-{targets[0].arch}"
+    )
+
+
+def _named(signs: Sequence[GpuSign]) -> str:
+    named: dict[str, str] = {}  # by text: a lock has it for each architecture
+    for sign in signs:
+        statement, text = sign.statement, sign.statement.text
+        shown = text if len(text) <= _MAX_NAME or not sign.name else f"{text[: _MAX_NAME // 2]} … {sign.name}"
+        place = statement.place if len(named) < _SHOWN else statement.place.rpartition("/")[2]
+        named.setdefault(text, f"{place}: {masked_text(shown)[: 2 * _MAX_NAME]} ({sign.title})")
+    more = f"; and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+    return "; ".join([*named.values()][:_NAMED]) + more
+
+
+def _agrees(tag: str, sign: GpuSign) -> bool:
+    """Return whether the accelerator `tag` is of the family of `sign`, and has its major version if it has one."""
+    version = ACCELERATORS[sign.family].version(tag) if sign.known else None
+    if version is None:  # of another family
+        return False
+    return not sign.version or version.partition(".")[0] == sign.version.partition(".")[0]
+
+
+def _pins_release(torch: Collection[SpecifierSet], versions: str) -> bool:
+    known = SpecifierSet(versions)
+    pinned = [
+        part.version.partition("+")[0] for specifiers in torch for part in specifiers if part.operator in ("==", "===")
+    ]
+    return any(version.rstrip(".*") in known for version in pinned if not version.endswith("*"))
+
+
+@functools.cache
+def _rows() -> tuple[_SignRow, ...]:
+    return tuple(
+        _SignRow(
+            re.compile(row["pattern"], re.IGNORECASE),
+            frozenset(row.get("in", ())),
+            row.get("family", "cuda"),
+            row.get("weak", False),
+        )
+        for row in load_table("gpu_signs")["sign"]
+    )
+
+
+# A statement as the kind of content that rows are for, and its text.
+_Form = tuple[str, str]
+# In commands, options and settings: words that may be packages, images, and variables with their values.
+_WORD = re.compile(r"(?<![\w./@:$-])[A-Za-z][\w.-]*(?:\[[\w,. -]{1,80}\])?(?:[=<>~!]=?[\w.*+!-]+)?")
+_IMAGE = re.compile(r"(?:--from=|\bimage['\"]?[:=] ?['\"]?)([\w.-]+(?:[:/@][\w.-]+)*)")
+_ADDRESS = re.compile(r"\w://[^\s'\"]+")
+_PAIR = re.compile(r"(?<![\w-])([A-Z][A-Z0-9_]*)['\"]?(?: ?= ?|: ?)['\"]?([^\s'\",}]*)")
+_FILE = re.compile(r".*\.(?:py|txt|in|sh|ya?ml|toml|json|cfg|md|lock|cu|whl|gz|deb|run)")
+# Instructions whose text is prose.
+_PROSE = ("LABEL ", "MAINTAINER ", "description = ", "authors = ", "keywords = ", "homepage = ", "repository = ")
+
+
+def _forms(statement: Statement) -> Iterator[_Form]:
+    """Yield the statement as rows read it; a requirement also with normalised name, and as NAME==VERSION of its wheel.
+
+    A git repository counts as a package with the repository's name, a folder as one with its name. In commands,
+    options and settings that are not carried, each word may be a package: `--no-build-isolation-package flash-attn`.
+    """
+    kind = _kind(statement)
+    text = statement.text[:_MAX_TEXT]
+    yield kind, text
+    if kind in _REQUIREMENTS:
+        yield from ((kind, form) for form in _names(text))
+    elif kind in ("lost", "env") and not text.startswith(_PROSE) and statement.reason != BOUND:
+        text = statement.text[:_MAX_SCRIPT]
+        for word in dict.fromkeys(_WORD.findall(text)):
+            # A table of pyproject.toml may be named by a package; upper case names a variable.
+            is_name = not _FILE.fullmatch(word) and not re.match(r"[A-Z0-9_]+(?![\w.-])", word)
+            for part in word.split(".") if word.startswith("tool.") else [word] if is_name else []:
+                yield from ((of, part) for of in ("package", "conda", "requirement"))
+                yield from (("requirement", form) for form in _names(part))
+        for address in dict.fromkeys(_ADDRESS.findall(text)):
+            yield from (("requirement", form) for form in _names(f"git+{address}"))
+        yield from (("base", image) for image in _IMAGE.findall(text))
+        yield from (("env", f"{name}={value}") for name, value in _PAIR.findall(text))
+
+
+def _names(text: str) -> Iterator[str]:
+    """Yield the names that a requirement has besides its text."""
+    if named := re.match(r"([\w.-]+)([^\w.:/-].*)?$", text, re.DOTALL):
+        yield normalise(named[1]) + (named[2] or "")
+    address = re.search(r"\w://\S+/([^\s/#?'\"]+)", text)
+    if address and (wheel := re.fullmatch(r"([^-]+)-([^-]+)-.*\.whl", unquote(address[1]))):
+        yield f"{normalise(wheel[1])}=={wheel[2]}"
+    elif address and "git+" in text:
+        yield normalise(re.split(r"\.git|@", address[1])[0])
+    elif folder := re.fullmatch(r"(?:(?:-e|--editable)[ =])?\.{0,2}(?:[^\s/]*/)+([\w.-]+)/?(?:\[.*)?", text):
+        yield normalise(folder[1])
+
+
+# Extras and groups that are named by accelerators: cu126, gpu, torch-cuda, rocm6.2.
+_GROUP = re.compile(r"(?:[\w.-]*[-_.])?(?:(cu\d\d\d|rocm\d+\.\d+)|(?:cuda|cu|gpu)\d*|(rocm)\d*)")
+
+
+def _group_sign(statement: Statement, groups: Collection[str] | None) -> GpuSign | None:
+    """Return the sign in the name of an extra or group of a requirement, or None for other statements."""
+    if statement.kind not in _REQUIREMENTS:
+        return None
+    for name in statement.group.split():
+        match = _GROUP.fullmatch(name.lower()) if groups is None or normalise(name) in groups else None
+        if match:
+            accelerator = accelerator_of(match[1] or "") or ACCELERATORS["rocm" if match[2] else "cuda"]
+            version = (match[1] and accelerator.version(match[1])) or ""
+            return GpuSign(replace(statement, group=name), accelerator.name, version, True)
+    return None
+
+
+def _sign(statement: Statement) -> GpuSign | None:
+    signs = []
+    for kind, form in _forms(statement):
+        for row in _rows():
+            applies = not row.kinds or kind in row.kinds
+            if kind == "lost" and "base" in row.kinds:  # of what is not carried, images alone
+                applies = form.startswith("FROM ")
+            match = row.pattern.search(form) if applies else None
+            if not match:
+                continue
+            groups, start = match.groupdict(), max(match.start() - 20, 0)
+            name = form[start : start + _MAX_NAME]
+            tag = (groups.get("tag") or "").lower()
+            accelerator = accelerator_of(tag) if tag else ACCELERATORS.get(row.family)
+            if accelerator is None:
+                signs.append(GpuSign(statement, row.family, "", row.weak, name))
+                continue
+            parts = [part for part in (groups.get("major"), groups.get("minor")) if part]
+            version = (accelerator.version(tag) if tag else ".".join(parts)) or ""
+            weak = row.weak or kind != _kind(statement)
+            signs.append(GpuSign(statement, accelerator.name, version, weak, name))
+    return max(signs, key=lambda sign: ("." in sign.version, not sign.weak, len(sign.version)), default=None)
+
+
+def _kind(statement: Statement) -> str:
+    return "requirement" if statement.kind == "override" else statement.kind
