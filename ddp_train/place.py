@@ -54,7 +54,7 @@ def _check_all_are_set(environ: Mapping[str, str]) -> None:
     if absent:
         given = [name for name in _TOGETHER if name in environ]
         raise TrainError(
-            f"environment variables are half set: {' and '.join(given)} without {' and '.join(absent)};"
+            f"some environment variables of torchrun are missing: {' and '.join(given)} without {' and '.join(absent)};"
             " pyxis sets RANK and LOCAL_RANK where the image has PYTORCH_VERSION. Start the job with"
             f" torchrun, or train with one process: unset {' '.join(given)}",
             BAD_INPUT,
@@ -86,7 +86,7 @@ def find_rank_info(environ: Mapping[str, str]) -> RankInfo:
     if rank >= world_size or place.local_rank >= local_world_size:
         raise TrainError(
             f"RANK {rank} of WORLD_SIZE {world_size}, LOCAL_RANK {place.local_rank} of"
-            f" LOCAL_WORLD_SIZE {local_world_size} cannot be: start the job with torchrun",
+            f" LOCAL_WORLD_SIZE {local_world_size} contradict each other: start the job with torchrun",
             BAD_INPUT,
         )
     return place

@@ -90,7 +90,7 @@ def make_bundle(
     with atomic.exclusive(path, log):
         taken = path.exists() and not (path / FILE).is_file()
         if taken and (not path.is_dir() or any(path.iterdir())):
-            raise UsageError(f"{path} holds something that is no bundle", "choose another folder")
+            raise UsageError(f"{path} exists and is not a bundle", "choose another folder")
         if read_bundle(path) == about:
             log(f"{path}: nothing changed")
             return about
@@ -100,7 +100,7 @@ def make_bundle(
                 for source, place in read_by([plan for plan, _ in plans], environment, offline=offline):
                     link_or_copy(source, staged / "store" / place)
                 if tools:
-                    log(f"envbuild {envbuild.__version__} and what it imports, for Python {python}")
+                    log(f"envbuild {envbuild.__version__} and its dependencies, for Python {python}")
                     _put_tools(staged / "envbuild", target, python, environment, offline)
                 (staged / FILE).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
             atomic.replace(staged, path)
@@ -145,7 +145,7 @@ def judge_bundle(path: Path, trust: TrustTable, workers: int, recipe: str = "") 
     if changed := sorted(one for one in both if signed_as.rows.get(one) != manifest.rows.get(one)):
         raise VerificationError(
             f"{path}: {shown(changed)} changed since it was attested",
-            "copy the bundle again, with its modes (cp -a); builds from it write into it: ask before the first one",
+            "copy the bundle again, with its modes (cp -a). Builds write into it: verify it before the first one",
         )
     return digest, by
 
@@ -190,7 +190,7 @@ def _put_tools(folder: Path, target: Target, python: str, environment: Environme
         settings.unlink(missing_ok=True)
     if done.returncode != 0:
         raise BuildError(
-            f"what envbuild imports cannot be had for Python {python} on {target.arch}:\n{process.tail(done)}",
+            f"cannot fetch envbuild's dependencies for Python {python} on {target.arch}:\n{process.tail(done)}",
             "install envbuild on the nodes' file system and make the bundle with --no-tools",
         )
     for top, name in _own_files():

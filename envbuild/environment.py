@@ -55,7 +55,10 @@ class Environment:
         if not text:
             return FIXED_TIME
         if not text.isascii() or not text.isdecimal() or not 315532800 <= int(text) < 1 << 32:
-            raise UsageError(f"SOURCE_DATE_EPOCH is {text!r}", "give seconds since 1970, 315532800 (1980) or later")
+            raise UsageError(
+                f"SOURCE_DATE_EPOCH is {text!r}, not a time that file formats can store",
+                "give seconds since 1970, 315532800 (1980) or later",
+            )
         return int(text)
 
     def registry(self, image: str) -> Registry:
@@ -116,7 +119,7 @@ class Environment:
         )
         option, _, url = done.stdout.strip().partition(" ")
         if option != "--index-url":
-            raise HostError(f"uv does not tell its default index:\n{process.tail(done)}", "set pip's index-url")
+            raise HostError(f"uv does not name its default index:\n{process.tail(done)}", "set pip's index-url")
         return url
 
     def probe(self, index: str) -> str | None:

@@ -254,6 +254,8 @@ def _judge(line: bytes) -> None:
         case "bind":
             raise UsageError(f"--bind: {why}")
         case "folder":
-            raise UsageError(f"there is no working folder in the image: {why}", "bind it, or say another --workdir")
+            raise UsageError(
+                f"the image does not have this working folder: {why}", "bind it, or choose another --workdir"
+            )
         case "namespace":
             raise forbidden(why)

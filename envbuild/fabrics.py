@@ -143,7 +143,7 @@ def fabric_names() -> tuple[str, ...]:
 def fabric_name_problem(name: str) -> str | None:
     """Return why `name` is not the name of a fabric, None if it is one."""
     known = fabric_names()
-    return None if name in known else f"no fabric is called {name!r}; there are {', '.join(known)}"
+    return None if name in known else f"unknown fabric {name!r}; known are {', '.join(known)}"
 
 
 def find_fabric(name: str) -> Fabric:
@@ -151,7 +151,7 @@ def find_fabric(name: str) -> Fabric:
     known = load_fabrics()
     if name not in known:
         raise UsageError(
-            f"no fabric is called {name!r}; known are {', '.join(known)}",
+            f"unknown fabric {name!r}; known are {', '.join(known)}",
             "verify the artifact with the envbuild that built it, or a newer one",
         )
     return known[name]

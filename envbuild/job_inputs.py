@@ -60,7 +60,7 @@ def open_artifact(
     """
     opened = _opened(named, kinds, target, shared, unverified, exact, fetch, prefer, locked, site_folders)
     if not quick and not unverified and opened.receipt is not None and is_quick(opened.receipt):
-        raise VerificationError(f"{opened.artifact.path} was verified by --verify quick alone", full_hint(opened))
+        raise VerificationError(f"{opened.artifact.path} was verified with --verify quick only", full_hint(opened))
     return opened
 
 
@@ -123,7 +123,7 @@ def _local(path: Path, target: str | None, unverified: bool, exact: bool, fetch:
     if changed and not unverified:
         raise VerificationError(
             f"{path}: {shown(changed)} changed since it was verified",
-            f"build it again; `envbuild verify {path}` tells all that changed",
+            f"build it again; `envbuild verify {path}` lists all changes",
         )
     artifact = JobArtifact(
         kind=kind.name,
@@ -191,8 +191,8 @@ def _image(
     if not passed and not unverified:
         if fetch is not None and receipt is None:
             raise VerificationError(
-                f"{named}: no signer of the site has attached a receipt to it",
-                f"let one attest it, where it was built: `envbuild attest {named} --key KEY`",
+                f"{named}: it has no receipt attested by a signer of the site",
+                f"attest it where it was built: `envbuild attest {named} --key KEY`",
             )
         raise _refusal(
             named,
@@ -200,7 +200,7 @@ def _image(
             "envbuild docker RECIPE --tag REGISTRY/NAME:TAG --push",
         )
     if receipt is None and target is None:
-        raise UsageError(f"nothing tells the target of {named}", "say it with --target")
+        raise UsageError(f"cannot determine the target of {named}", "say it with --target")
     fabric = receipt.get("fabric", "any") if receipt else "any"
     artifact = JobArtifact(
         kind=DOCKER.name,
@@ -254,7 +254,7 @@ def _receipt(path: Path) -> dict[str, Any]:
         receipt = read_receipt(path)
         receipt["target"], receipt["recipe"]["name"], receipt["artifact"]["path"]
     except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"{path}: cannot be understood: {error}", "build the image again") from error
+        raise UsageError(f"{path}: invalid: {error}", "build the image again") from error
     return receipt
 
 
@@ -263,7 +263,7 @@ def check_trust(opened: JobInputs, trust: TrustTable) -> None:
     if trust.restricts:
         if opened.receipt is None:
             raise VerificationError(
-                f"{opened.artifact.path} has no passing receipt, and the site trusts attested ones alone",
+                f"{opened.artifact.path} has no passing receipt, and the site trusts only attested artifacts",
                 "let a signer of [trust] in the site file verify and attest it",
             )
         from envbuild.trust.policy import judge
@@ -308,5 +308,5 @@ def _check_target(named: object, target: str, requested: str | None) -> None:
 
 def _refusal(named: str, receipt: Path, command: str) -> VerificationError:
     return VerificationError(
-        f"{named} has no receipt that says that it passed ({receipt})", f"verify it (`{command}`), or say --unverified"
+        f"{named} has no passing receipt ({receipt})", f"verify it (`{command}`), or pass --unverified"
     )

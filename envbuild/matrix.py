@@ -186,7 +186,7 @@ def _check_names(recipes: Iterable[SelectedRecipe]) -> None:
         other = seen.setdefault(one.loaded.recipe.name, one)
         if other is not one:
             raise UsageError(
-                f"two recipes are called {one.loaded.recipe.name!r}: {other.loaded.path} and {one.loaded.path}",
+                f"two recipes are named {one.loaded.recipe.name!r}: {other.loaded.path} and {one.loaded.path}",
                 hint="jobs are told apart by their recipe's name: rename one, or leave one out",
             )
 
@@ -204,7 +204,7 @@ def parse_runners(options: Iterable[str], defaults: Mapping[str, str]) -> dict[s
         if key not in ARCHES and target_problem(key) is not None:
             raise UsageError(
                 f"--runner {option!r}: no architecture {key!r}{nearest(key, ARCHES)}",
-                hint="a target, such as cu126-x86_64, may stand there too",
+                hint="a target, such as cu126-x86_64, is accepted too",
             )
         runners[key] = label.strip()
     return runners

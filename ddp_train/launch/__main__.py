@@ -91,11 +91,11 @@ def _number(run: Run, given: str, step: str) -> tuple[int, int]:
     values = [given, *(os.environ.get(name, "") for name in job.number)]
     text = next((value for value in values if value), "")
     if not (text.isascii() and text.isdigit()):
-        raise TrainError(f"{job.launcher} does not tell the number of this node")
+        raise TrainError(f"{job.launcher} does not give this node a number")
     # Every other step starts one process on each node.
     each = job.nproc_per_node if job.strategy == "horovod" and step == "training" else 1
     if int(text) >= job.nodes * each:
-        raise TrainError(f"{job.launcher} calls this process number {text}, and there are {job.nodes * each}")
+        raise TrainError(f"{job.launcher} calls this process number {text}, but the job has {job.nodes * each}")
     return int(text) // each, int(text) % each
 
 
@@ -109,7 +109,7 @@ def _step(step: str, run: Run, number: int, local: int) -> int:
     here, name = rows[number], this_host()
     if not same_host(here.name, name):
         if not job.auto_resume:
-            raise TrainError(f"{job.launcher} calls this node number {number}, and that was {here.name} before")
+            raise TrainError(f"{job.launcher} calls this node number {number}, the number of {here.name} already")
         moved = own_row(run, number, rows[0].address)  # --auto-resume put this node in the place of another
         here = Row(name, moved.address, moved.interface)
     environment = variables(run, rows, here, number, os.environ)

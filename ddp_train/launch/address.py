@@ -121,9 +121,9 @@ def choose(
     if not chosen.text and alone:
         return Address("lo", "127.0.0.1")
     if not chosen.text:
-        raise TrainError(f"no address at which other nodes reach this one; say {_CHANGE}")
+        raise TrainError(f"other nodes reach this node at none of its addresses; set {_CHANGE}")
     if chosen.loops and not alone:
-        raise TrainError(f"other nodes do not reach this one at {chosen.text}; say {_CHANGE}")
+        raise TrainError(f"other nodes do not reach this node at {chosen.text}; set {_CHANGE}")
     return chosen
 
 
@@ -134,7 +134,7 @@ def _of_interface(wide: Sequence[Address], interface: str) -> Address:
     matching = [name for name in names if name == interface] or [name for name in names if name.startswith(interface)]
     if not matching:
         usable = dict.fromkeys(address.interface for address in wide if not address.interface.startswith(_BRIDGES))
-        raise TrainError(f"no interface {interface}, but {' '.join(usable)}; change {_CHANGE}")
+        raise TrainError(f"there is no interface {interface}; available are {' '.join(usable)}; change {_CHANGE}")
     chosen = _ip4_first([address for address in wide if address.interface == matching[0]])
     if not chosen.text:
         raise TrainError(f"interface {matching[0]} has no address; change {_CHANGE}")

@@ -114,8 +114,8 @@ def _read(run: Run, number: int, deadline: float) -> Row:
             return Row(name, address, interface, int(port))
         if time.monotonic() > deadline:
             raise TrainError(
-                f"node {number} left no word in {run.folder} within {run.job.join_timeout_s} s, which must be on a file"
-                " system that all nodes see"
+                f"node {number} wrote nothing to {run.folder} within {run.job.join_timeout_s} s; the folder must be "
+                "on a file system that all nodes see"
             )
         _refresh(run.folder)
         time.sleep(_POLL_S)

@@ -66,7 +66,7 @@ def facts_of(message: object) -> Facts:
     for name, default in vars(Facts()).items():
         value = message.get(name, default)
         if type(value) is not type(default) or (isinstance(value, dict) and not _fits(name, value)):
-            raise ValueError(f"{name} is not what it should be")
+            raise ValueError(f"{name} has an unexpected value")
         made[name] = value
     return Facts(**made)
 

@@ -53,11 +53,11 @@ def decode(line: bytes, run: str) -> dict[str, Any]:
     try:
         message = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise WireError("not a message of a preflight") from error
+        raise WireError("the message is not from a preflight") from error
     if not isinstance(message, dict) or not isinstance(message.get("preflight"), str):
-        raise WireError("not a message of a preflight")
+        raise WireError("the message is not from a preflight")
     if message["preflight"] != run:
-        raise WireError(f"a preflight of another run, {message['preflight'][:100]!r}")
+        raise WireError(f"the message is from the preflight of another run, {message['preflight'][:100]!r}")
     return message
 
 

@@ -77,7 +77,7 @@ def _without_filters(folder: Path, env: Mapping[str, str]) -> tuple[str, ...]:
         name = key.partition("\n")[0]
         if "=" in name or "\n" in name:
             raise UsageError(
-                f"git is not run in {folder}: its configuration has a filter of an unusual name, {name!r:.80}",
+                f"refusing to run git in {folder}: its configuration has a filter with an unusual name, {name!r:.80}",
                 "remove it from the file config in the repository's folder .git",
             )
         settings.append(f"{name}=" + ("false" if name.endswith(".required") else ""))

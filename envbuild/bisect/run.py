@@ -316,7 +316,7 @@ def bisect(bisection: Bisection, environment: Environment, log: Log) -> Bisected
         direct = bisection.loaded.requirements(bisection.target, conda=False)
         metadata = _metadata(differing, plan, environment, bisection.offline)
         lab.groups.extend(grouped(differing, metadata, direct, plan.python))
-        log(f"{len(differing)} packages differ, in {len(lab.groups)} groups; at most {lab.bound} builds for one group")
+        log(f"{len(differing)} packages differ, in {len(lab.groups)} groups; at most {lab.bound} builds for each group")
         culprits = search([group.needs for group in lab.groups], len(differing), lab.test)
     return Bisected(bisection, lab.groups, culprits, lab.tests, len(differing))
 

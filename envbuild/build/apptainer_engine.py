@@ -70,7 +70,7 @@ def build_with_apptainer(source: str, out: Path, environment: Environment, *, ar
             image = folder / "image.sif"
             _run([engine, "--nocolor", "build", *options, str(image), source], variables)
             if not image.is_file():
-                raise BuildError("the tool ended without an error and without an image")
+                raise BuildError("the tool reported no error, but wrote no image")
             with image.open("rb") as stream:
                 found = read_sif(stream, "what the tool made").arch
             if found != arch:

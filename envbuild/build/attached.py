@@ -154,8 +154,8 @@ def add_attached(found: SignedBundles, registry: Registry, store: Store) -> None
                 found.add(got, one.at)
     if cut:
         log(
-            f"{registry.reference.name}@{found.digest}: so many attestations are attached that only {read} were read, "
-            "those with the latest dates first; delete what does not belong there"
+            f"{registry.reference.name}@{found.digest}: it has too many attestations; only {read} were read, "
+            "those with the latest dates. Delete those that do not belong to it"
         )
     if missing and not found.has_receipt:
         raise missing[0]

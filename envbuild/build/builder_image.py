@@ -49,7 +49,7 @@ def builder_file(lock: ImageLock, folder: Path, environment: Environment, *, off
         return path
 
     def make() -> bool:
-        log(f"the builder of {lock.target} is made: {_title(lock)}")
+        log(f"preparing the builder image of {lock.target}: {_title(lock)}")
         _write_builder(lock, folder, path, environment, offline)
         return True
 

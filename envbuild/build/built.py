@@ -85,14 +85,14 @@ def find_built(
         commands = ", ".join(_commands(recipe, file, kinds))
         of_target = f" for {target}" if target else ""
         raise UsageError(
-            f"nothing is built of recipe {recipe!r}{of_target} in {' or '.join(map(str, tops))}",
+            f"found no artifact of recipe {recipe!r}{of_target} in {' or '.join(map(str, tops))}",
             f"build it first ({commands}), or give the path of an artifact",
         )
     if len(built) > 1 and prefer:
         raise UsageError(f"{recipe} is built for {', '.join(one.target for one in built)}", "choose one with --target")
     if len(built) > 1:
         paths = ", ".join(path.documented for path in built)
-        raise UsageError(f"{len(built)} artifacts of recipe {recipe!r} are here: {paths}", "give one of these paths")
+        raise UsageError(f"{len(built)} artifacts of recipe {recipe!r} match: {paths}", "give one of these paths")
     return built[0]
 
 
@@ -153,7 +153,9 @@ def _packed(kind: Artifact, conda: bool, wheels: bool) -> bool:
 def unknown(text: str, folders: Sequence[Path]) -> UsageError:
     """Return the error for a `text` that is neither a path nor a recipe."""
     if "/" in text:
-        return UsageError(f"{text} does not exist", "give what `envbuild venv` or another build printed")
+        return UsageError(
+            f"{text} does not exist", "give the path that `envbuild venv` or another build printed as its last line"
+        )
     near = closest(text, recipe_files(folders))
     meant = f"; did you mean the recipe {near!r}?" if near else ""
     return UsageError(
@@ -171,17 +173,17 @@ def check_lock(built: BuiltArtifactPath, lock_digest: str) -> None:
     from envbuild.locks import wheel_locks
 
     if built.recipe_file is None:
-        log(f"{built.path}: no recipe {built.recipe} is here to compare its lock with")
+        log(f"{built.path}: cannot compare it with its lock: recipe {built.recipe} was not found")
         return
     loaded = load_recipe(built.recipe_file)
     command = f"build it again: `envbuild {built.kind.name} {command_word(loaded)} --target {built.target}`"
     command += ", or name its path to take it as it is"
     if built.target not in loaded.recipe.targets:
-        raise LockError(f"{built.path} is for {built.target}, which its recipe has no more", command)
+        raise LockError(f"{built.path} is for {built.target}, a target that its recipe no longer has", command)
     target = Target.parse(built.target)
     conda = built.kind.of_conda or (built.kind.form != "folder" and loaded.has_conda_images)
     if conda and not loaded.has_conda:
-        raise LockError(f"{built.path} has conda packages, and its recipe has none any more", "remove it")
+        raise LockError(f"{built.path} has conda packages, but its recipe no longer has any", "remove it")
     locks = [conda_lock(loaded, target)] if conda else wheel_locks(loaded, target)  # one for each Python
     states = [lock.inspect() for lock in locks]
     if any(state.fault is None and state.lock is not None and state.lock.digest == lock_digest for state in states):
@@ -189,4 +191,4 @@ def check_lock(built: BuiltArtifactPath, lock_digest: str) -> None:
     lock = states[0]
     if lock.fault is not None:
         raise LockError(f"{built.path} does not have the packages of its recipe: {lock.path}: {lock.fault}", command)
-    raise LockError(f"{built.path} was built before {lock.path} changed, and has other packages", command)
+    raise LockError(f"{built.path} was built before {lock.path} changed: its packages differ from the lock", command)

@@ -81,7 +81,7 @@ def build(folder_build: FolderBuild) -> State:
     def add() -> None:
         if not interpreter(staged).exists() or not version.startswith(f"{plan.python}."):
             raise BuildError(
-                f"the locked conda packages bring no Python {plan.python} (bin/python): {version} is locked",
+                f"the locked conda packages install no Python {plan.python} (bin/python); locked is {version}",
                 "lock again",
             )
         with atomic.writing(staged):
@@ -147,7 +147,7 @@ def _add_wheels(folder_build: FolderBuild, wheels: Sequence[WheelFile], own: Seq
 def _refuse_over(wheel: WheelFile, python: str, before: dict[str, str], staged: Path) -> None:
     if wheel.name in before:
         raise BuildError(
-            f"{wheel.path.name}: conda packages bring {wheel.name} {before[wheel.name]}, pip would replace it",
+            f"{wheel.path.name}: pip would replace {wheel.name} {before[wheel.name]}, which a conda package installs",
             "remove it from `requirements` of [conda], or the conda package from `dependencies`; then lock again",
         )
     for path in wheel_paths(wheel.path, Scheme("prefix", python, conda=True)):

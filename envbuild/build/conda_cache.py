@@ -86,7 +86,7 @@ def read_metadata(store: Store, package: CondaPackage, archive: Path) -> Metadat
     found = [str(info.index.get(key)) for key in ("name", "version", "build")]
     if found != [package.name, package.version, package.build]:
         raise BuildError(
-            f"{archive.name}: it is {' '.join(found)}, locked is {package.stem}",
+            f"{archive.name}: the archive contains {' '.join(found)}, but the lock names {package.stem}",
             "lock again: the lock was edited, or its channel has files under wrong names",
         )
     # The shortest placeholder in a binary file: no prefix may be longer.
@@ -167,7 +167,8 @@ def archives(store: Store, packages: Sequence[CondaPackage], locate: Locate) -> 
     again = dict(locate(bad)) if bad else {}
     if bad := _mismatched(store, again):
         raise BuildError(
-            f"{bad[0].file_name}: damaged again as soon as it was stored", f"check the disk that holds {store.root}"
+            f"{bad[0].file_name}: damaged again immediately after it was stored",
+            f"check the disk that holds {store.root}",
         )
     return paths | again
 

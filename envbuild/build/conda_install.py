@@ -78,7 +78,7 @@ def install_packages(
                     path.unlink()
     scripts = [path for row in work.known.values() for path in row.scripts]
     if scripts:
-        log(f"scripts that packages want run when linked are not run: {', '.join(scripts)}")
+        log(f"link scripts of packages are not run: {', '.join(scripts)}")
     return work.read
 
 

@@ -167,7 +167,7 @@ def _package_tree(root: Path, one: LinkedPackage, scheme: Scheme, mtime: int, st
     data = _render(record)
     if hashlib.sha256(data).hexdigest() != one.record:
         raise BuildError(
-            f"{one.package.stem}: rattler linked other files than when it was linked before",
+            f"{one.package.stem}: rattler linked different files than in an earlier build",
             f"remove {store.root / 'conda' / 'images'}, and run it again",
         )
     place = f"{scheme.prefix}/{META}/{one.package.stem}.json"
@@ -193,8 +193,8 @@ def _read(root: Path, package: CondaPackage, scheme: Scheme, store: Store) -> Li
     place = record.get("python_site_packages_path")
     if package.name == "python" and place not in (None, f"lib/python{scheme.python}/site-packages"):
         raise BuildError(
-            f"{package.file_name}: a Python whose packages lie in {place}: a free-threaded one, which images cannot "
-            "hold yet",
+            f"{package.file_name}: this Python keeps its packages in {place}: images do not support "
+            "free-threaded Pythons",
             "ask for another build of python in [conda] dependencies",
         )
     digest = hashlib.sha256(_render(record)).hexdigest()

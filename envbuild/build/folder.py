@@ -68,7 +68,7 @@ def prepare_folder(
         raise UsageError(f"--editable: recipe {loaded.recipe.name} has no [project]", 'add one: [project] path = ".."')
     if not kind.of_conda and not loaded.has_wheels(target):
         raise UsageError(
-            f"recipe {loaded.recipe.name} has conda packages and no requirements, so there is no {kind.name} of it",
+            f"recipe {loaded.recipe.name} has conda packages and no requirements; it cannot be a {kind.name}",
             f"build it with `envbuild conda {command_word(loaded)}`",
         )
     if here and not kind.of_conda:
@@ -155,7 +155,9 @@ def make_environment(
 
     def check(state: State) -> None:
         if digest not in ("", state.digest):
-            raise BuildError(f"{path}: the environment is {state.digest} here, and {digest} where it was built")
+            raise BuildError(
+                f"{path}: the digest of the rebuilt environment is {state.digest}, but the pushed one has {digest}"
+            )
 
     def result(state: State, *, built: bool, verified: bool) -> Result:
         receipt = receipt_path(path) if verify else None

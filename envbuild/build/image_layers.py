@@ -277,8 +277,8 @@ def check_paths(
         packages.append((f"{wheel.name} {wheel.version}", paths))
         if both := min((path for path in paths if path in owners), default=None):
             raise BuildError(
-                f"{wheel.name} {wheel.version}, which pip adds, has a file of the conda package {owners[both]}: "
-                f"/{scheme.prefix}/{both}",
+                f"{wheel.name} {wheel.version}, installed by pip, would overwrite a file of the conda package "
+                f"{owners[both]}: /{scheme.prefix}/{both}",
                 f"leave {wheel.name} out of `requirements` in [conda], or take it from a channel",
             )
     check_free(layers, packages)

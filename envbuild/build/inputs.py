@@ -64,7 +64,7 @@ def _wheel_name(package: LockedPackage, plan: Plan, file: Path) -> str:
     parts = [".".join(sorted(set(values))) for values in zip(*triples, strict=True)]
     whole = "-".join([normalise(name).replace("-", "_"), version, *parts]) + ".whl"
     if not matches(whole, package.name, package.version):
-        raise BuildError(f"the wheel that is pulled as {package.name} {package.version} is {whole!r:.120}")
+        raise BuildError(f"the wheel pulled for {package.name} {package.version} is another one: {whole!r:.120}")
     from packaging.utils import parse_wheel_filename
 
     if parse_wheel_filename(whole)[3].isdisjoint(tag_set(plan.python, plan.platform)):

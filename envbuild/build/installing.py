@@ -298,7 +298,7 @@ def layer_folder(source: SourceLayer, folder: Path, digest: Callable[[Path], str
     if not files:
         raise BuildError(
             f"layer {source.name} {source.version}: its build installed nothing",
-            "look into its log; `make install` has to heed DESTDIR",
+            "read its log; `make install` must honour DESTDIR",
         )
     return LayerFolder(source, folder, LayerList(source.name, source.version, source.sha256, files))
 

@@ -94,7 +94,7 @@ def _check_torch(loaded: LoadedRecipe, plan: Plan, verify: bool) -> None:
     name, base = loaded.recipe.name, loaded.recipe.image.base
     if plan.image is None and not plan.conda and base != "debian":
         raise UsageError(
-            f"recipe {name} takes torch from {base}; a virtual environment would be without it",
+            f"recipe {name} takes torch from {base}; a virtual environment would have no torch",
             f"build it with `envbuild docker {name}`",
         )
     foreign = plan.image is not None and Target.parse(plan.target).arch != host_arch()

@@ -115,7 +115,7 @@ def _absolute(path: str) -> str:
 
 def _wrong(key: str) -> BuildError:
     return BuildError(
-        f"the image's configuration is not one: {key} has a form that the OCI specification does not know",
+        f"the image's configuration is invalid: {key} does not have the form that the OCI specification requires",
         "build or pull the image again, by a tool that writes OCI or docker images",
     )
 

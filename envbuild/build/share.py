@@ -166,7 +166,9 @@ def pull_file(
             compose(file, places, stream, on_progress)
         staged.chmod(0o755 if final.suffix == ".sif" else 0o644)
         if (digest := content_digest(staged)) != file.digest:
-            raise BuildError(f"{where}: its pieces are {digest}, and it says {file.digest}: it is not taken")
+            raise BuildError(
+                f"{where}: refused: the digest of its pieces is {digest}, but its manifest says {file.digest}"
+            )
         commit(staged, final, receipt)
         _beside(blobs, final, store)
     return PulledArtifact(final, file.digest, file.target, file.size, fetched, receipt_path(final) if receipt else None)
@@ -198,7 +200,7 @@ def judge_pushed(registry: Registry, store: Store, trust: TrustTable, recipe: st
     try:
         digest = str(parse_json(data)["digest"])
     except (ValueError, KeyError, TypeError) as error:
-        raise BuildError(f"{where}: its configuration cannot be understood: {error!r:.80}") from error
+        raise BuildError(f"{where}: invalid configuration: {error!r:.80}") from error
     with store.working("opened") as folder:
         place = folder / "artifact"
         receipt = _receipt(blobs, place, digest, str(where), store)
@@ -237,9 +239,9 @@ def _receipt(blobs: Sequence[Descriptor], staged: Path, digest: str, what: str, 
             try:
                 receipt = read_receipt(receipt_path(staged))
             except (OSError, ValueError) as error:
-                raise BuildError(f"{what}: its receipt cannot be understood: {error}") from error
+                raise BuildError(f"{what}: invalid receipt: {error}") from error
             if receipt["artifact"]["digest"] != digest:
-                raise VerificationError(f"{what}: its receipt is of another artifact", "push it again")
+                raise VerificationError(f"{what}: its receipt belongs to another artifact", "push it again")
     return receipt
 
 

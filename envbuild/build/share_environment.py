@@ -194,7 +194,7 @@ def _planned(
     )
     if plan.digest != about.plan:
         raise BuildError(
-            f"{where} was pushed from the plan {about.plan[:19]}, and here it is {plan.digest[:19]}",
+            f"{where} was pushed from the plan {about.plan[:19]}, but the plan on this host is {plan.digest[:19]}",
             "use the version of envbuild that pushed it, or build it from its recipe",
         )
     return plan, trainer
@@ -210,8 +210,8 @@ def _check_attested(receipt: Mapping[str, Any], plan: Plan, where: str) -> None:
     for part, digest in digests.items():
         if (told := receipt.get(part, {}).get("digest")) != digest:
             raise VerificationError(
-                f"{where} is not trusted: its {part} is {digest[:19]}, and that of its receipt {told!s:.19}",
-                "let a signer of the site attest what it was built from, and push that",
+                f"{where} is not trusted: its {part} is {digest[:19]}, but its receipt says {told!s:.19}",
+                "ask a signer of the site to attest the environment, and push it again",
             )
 
 
@@ -241,7 +241,7 @@ def _read(data: bytes, blobs: Sequence[Descriptor], where: str) -> EnvironmentIn
         if recipe > _MOST_RECIPE:
             raise ValueError(f"a recipe of {recipe} bytes")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BuildError(f"{where}: its configuration cannot be understood: {error!r:.80}") from error
+        raise BuildError(f"{where}: invalid configuration: {error!r:.80}") from error
     return about
 
 

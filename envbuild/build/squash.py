@@ -159,7 +159,7 @@ def _with_retry(build: _Build, make: Callable[[SegmentCache], list[Result]]) -> 
     try:
         return make(maker)
     except MissingData as error:
-        log(f"{error}; the image is put together again")
+        log(f"{error}; writing the image again")
         return make(replace(maker, arriving=None))
 
 

@@ -93,7 +93,7 @@ class Digests:
                 return True
         except OSError:
             return False
-        log(f"{path}: damaged, its sha256 is another one; it is removed and made or fetched again")
+        log(f"{path}: damaged (wrong sha256); removed, and built or fetched again")
         with suppress(OSError):
             path.unlink()
         return False
@@ -131,7 +131,7 @@ def read_note(path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict) or _SEAL not in fields:  # older versions wrote notes without it
         raise ValueError("no note")
     if fields.pop(_SEAL) != _sealed(path, fields):
-        log(f"{path}: damaged, its sha256 is another one; it is removed and made again")
+        log(f"{path}: damaged (wrong sha256); removed, and built again")
         path.unlink()
         raise ValueError("another note")
     return fields

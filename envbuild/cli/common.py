@@ -167,8 +167,8 @@ class BuildOptions:
             )
         if self.report is not None and (self.job or self.no_verify):
             raise UsageError(
-                "--report needs a receipt, and with --job or --no-verify this run writes none",
-                "leave it out, and run `envbuild report` when there is a receipt",
+                "--report needs a receipt, but this run writes none (--job or --no-verify)",
+                "leave it out, and run `envbuild report` once the receipt exists",
             )
 
     @property

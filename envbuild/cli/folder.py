@@ -154,7 +154,7 @@ def conda_command(recipe: str | None, sources: Sequence[Path], name: str | None,
       build/pt_cpu/cpu-x86_64/conda/bin/torchrun --nproc-per-node 2 -m ddp_train 3 1
     """
     if name is not None and (options.prefix or (options.out and not options.job)):
-        raise UsageError("--name and --prefix both say where to build", "give one of them")
+        raise UsageError("--name and --prefix exclude each other: each sets the folder to build", "give one of them")
     _build("conda", recipe, sources, options, name)
 
 
@@ -188,7 +188,7 @@ def _build(
     target = open_target(loaded, options.target, environment)
     if not options.job:  # for a job, nodes may see folders that this host does not
         if options.prefix and options.out:
-            raise UsageError("--out and --prefix both say where to build", "give one of them")
+            raise UsageError("--out and --prefix exclude each other: each sets the folder to build", "give one of them")
         options = replace(options, prefix=options.prefix or options.out)
         check_out(options.prefix)
     if conda_name is not None:

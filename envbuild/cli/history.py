@@ -196,7 +196,7 @@ def bisect_command(
     if not result.found.reproduced:
         raise VerificationError(
             f"{files[0]} and {files[1]} do not differ by {metric}: {result.found.why}",
-            "check the metric: is the first lock good by it, and the second bad, on this host?",
+            "check the metric: by it, the first lock must be good and the second bad on this host",
         )
 
 

@@ -259,7 +259,7 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
     from envbuild.image.squashfs.model import codec_of
 
     if options.source is not None and recipe is not None:
-        raise UsageError("a recipe and --from are two things to build from", "name one of them")
+        raise UsageError("RECIPE and --from exclude each other: each names what to build", "name one of them")
     check_out(options.out)
     codec = codec_of(options.compression)
     environment = run_environment()

@@ -153,7 +153,7 @@ def job_command(
     warnings = list(possible_faults(plan, host_arch()))
     if opened.receipt is not None and is_quick(opened.receipt):
         warnings.append(
-            f"the artifact was verified by --verify quick alone, and --submit refuses it: {full_hint(opened)}"
+            f"the artifact was verified with --verify quick only, and --submit refuses it: {full_hint(opened)}"
         )
     for warning in warnings:
         log(f"warning: {warning}")
@@ -243,7 +243,7 @@ def preflight_command(
     plan = alone(plan_job(request, opened, where))
     code = run_now(plan, allocation, os.environ)
     if code == VerificationError.exit_code:
-        raise VerificationError("the nodes would fail a job, see above", "carry out what it says")
+        raise VerificationError("a job would fail on these nodes; see the findings above", "carry out what it says")
     if code != 0:
         log(f"the preflight ended with exit code {code}")
         sys.exit(code)

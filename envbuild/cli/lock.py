@@ -166,7 +166,7 @@ def lock_command(
     for export in exports:
         exported = "conda" if export in EXPORTS else "wheels"
         if exported not in parts:
-            raise UsageError(f"--export {export} writes a lock that is not made here", f"add --{exported}")
+            raise UsageError(f"--export {export} is for a lock that this command does not write", f"add --{exported}")
     if check:
         check_locks(work, parts, log)
         return
@@ -200,8 +200,8 @@ def lock_command(
     failed = [f"{one.recipe} {one.target}" for one in run.report.verified if one.after and not one.after[0]["passed"]]
     if failed:
         raise VerificationError(
-            f"{', '.join(failed)}: the upgraded locks do not pass verification, see {report}",
-            "take the locks before back from version control, or upgrade fewer packages: --upgrade=PKG",
+            f"{', '.join(failed)}: the upgraded locks fail verification; see {report}",
+            "restore the previous locks from version control, or upgrade fewer packages: --upgrade=PKG",
         )
     if run.report.faults:
         raise run.report.faults[0]
@@ -276,8 +276,8 @@ class LockRun:
                 state = kind.inspect()
                 if self.offline and state.fault is not None:
                     raise LockError(
-                        f"{state.path}: {state.fault}, and --offline forbids to resolve it",
-                        "leave --offline out, or lock the rest alone: --wheels, --conda",
+                        f"{state.path}: {state.fault}, and --offline forbids resolving it",
+                        "leave --offline out, or make only the other locks: --wheels, --conda",
                     )
                 if self.offline and self.upgrade is None:
                     log(f"{state.path}: left as it is (--offline)")

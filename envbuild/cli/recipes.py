@@ -262,7 +262,7 @@ def _show_findings(findings: Sequence[CompatFinding]) -> None:
             for line in wrap(note, room, break_long_words=False, break_on_hyphens=False):
                 click.echo(indent + click.style(line, dim=True))
     if not findings:
-        click.echo("  nothing to judge: no CUDA, no layers")
+        click.echo("  nothing to check: the recipe has no CUDA target and no layers")
         return
     bad, unknown = (sum(finding.status == status for finding in findings) for status in ("bad", "unknown"))
     known = f"{bad} known not to work" if bad else "nothing is known not to work"

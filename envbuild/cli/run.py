@@ -48,7 +48,7 @@ class _Run(click.Command):
         except click.NoSuchOption as error:
             raise UsageError(
                 error.format_message(),
-                "a script's options stand behind it; put -- before a program: envbuild run RECIPE -- python -c …",
+                "write a script's options after it; put -- before a program: envbuild run RECIPE -- python -c …",
             ) from None
         ctx.params |= {"named": named, "words": tuple(args[start:])}
         return rest
@@ -131,7 +131,7 @@ def run_command(
     variables = _variables(given)
     if not once and (binds or folder):
         raise UsageError(
-            "--bind and --workdir are for one program, and this starts ranks",
+            "--bind and --workdir work with a single program only, and this command starts ranks",
             "leave them out: ranks run in the current folder; or start the program once: -- PROGRAM",
         )
     if once and named is not None and os.path.isfile(named):  # any image, whoever made it
@@ -273,7 +273,7 @@ def _run_in_folder(
 ) -> NoReturn:
     """Replace this process by `program` in the environment of a folder."""
     if binds or runtime is not None:
-        raise UsageError(f"--bind and --runtime are for images, and {artifact.path} is none", "leave them out")
+        raise UsageError(f"--bind and --runtime are for images, and {artifact.path} is not an image", "leave them out")
     kind, path = ARTIFACTS[artifact.kind], Path(artifact.path)
     assert isinstance(kind, FolderArtifact)
     module = folder_module(kind)

@@ -61,10 +61,12 @@ def push_command(named: str, reference: str, as_json: bool) -> None:
     environment = run_environment()
     registry = environment.registry(reference)
     if registry.reference.digest:
-        raise UsageError(f"{reference}: a digest cannot be chosen", "give a tag: REGISTRY/NAME:TAG")
+        raise UsageError(
+            f"{reference}: --to takes a tag; the registry computes the digest", "give a tag: REGISTRY/NAME:TAG"
+        )
     content, digest, pushed = _pushed(named, registry, environment)
     where = f"{registry.reference.name}@{digest}"
-    log(f"{registry.reference}: {human_size(pushed.uploaded_bytes)} uploaded, {pushed.present} pieces were there")
+    log(f"{registry.reference}: {human_size(pushed.uploaded_bytes)} uploaded, {pushed.present} pieces already present")
     value = {"path": where, "digest": content, "manifest": digest, "uploaded_bytes": pushed.uploaded_bytes}
     show(as_json, value, where)
 
@@ -97,7 +99,7 @@ def pull_command(reference: str, out: Path, no_verify: bool, as_json: bool) -> N
         made = pull_environment(data, blobs, registry, absolute_path(out), environment, verify=not no_verify)
     else:
         made = pull_file(data, blobs, registry, out, environment)
-    log(f"{out}: {human_size(made.size)}, of which {human_size(made.fetched_bytes)} were fetched")
+    log(f"{out}: {human_size(made.size)}, {human_size(made.fetched_bytes)} of it downloaded")
     value = {
         "path": str(made.path),
         "digest": made.digest,
@@ -366,7 +368,7 @@ def _embed(path: Path, bundles: Mapping[str, bytes], signer: Signer | None) -> N
     # Apptainer computes SHA-256 for every curve, where DSSE's others take the one of the curve's size.
     verifiable = signer if signer and signer.public_key.scheme in ("ed25519", "ecdsa-sha2-nistp256") else None
     if verifiable is None:
-        log(f"{path}: Apptainer cannot verify a signature of this kind: it gets the attestations alone")
+        log(f"{path}: Apptainer cannot verify a signature of this kind; only the attestations are added")
 
     def sign(payload: bytes) -> bytes:
         assert verifiable is not None
@@ -376,8 +378,8 @@ def _embed(path: Path, bundles: Mapping[str, bytes], signer: Signer | None) -> N
     with writing(path.parent), replacing_beside(path, path.stat().st_mode & 0o777) as new, new.open("r+b") as out:
         if not embed(path, out, named, sign if verifiable else None):
             raise UsageError(
-                f"{path} has a PGP signature, and Apptainer accepts none of another kind beside one",
-                f"attest first, and sign with PGP no more; or remove it: apptainer sif list {path}",
+                f"{path} has a PGP signature, and Apptainer accepts no signature of another kind beside it",
+                f"attest before you sign with PGP; or remove that signature: apptainer sif list {path}",
             )
 
 

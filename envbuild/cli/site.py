@@ -259,7 +259,7 @@ def show_command(site: str | None, everything: bool, as_file: bool, as_json: boo
         for line in layout.columns([(_setting(row), f"# {row.origin}") for row in settings], most=60):
             click.echo(line)
     if not tables:
-        click.echo("# nothing is said; --all shows defaults, `envbuild site init` writes a file")
+        click.echo("# no setting; --all shows the defaults, `envbuild site init` writes a file")
 
 
 def _setting(row: EffectiveSetting) -> str:
@@ -296,7 +296,7 @@ def check_command(site: str | None, offline: bool, as_json: bool) -> None:
     else:
         show_areas({name: findings})
     if wrong:
-        raise RecipeError(f"{name}: {wrong} wrong", "see what is marked FAIL")
+        raise RecipeError(f"{name}: {wrong} invalid", "see what is marked FAIL")
     log(f"nothing is wrong, {doubtful} doubtful" if doubtful else "nothing wrong was found")
 
 

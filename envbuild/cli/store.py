@@ -58,8 +58,8 @@ def check_command(as_json: bool) -> None:
         log(f"{count} files, {human_size(size)}: {len(removed) or 'none'} damaged")
     if removed:
         raise VerificationError(
-            f"{len(removed)} files of {environment.store.root} were damaged and are removed",
-            "if this comes again, check the disk, and who may write to the store",
+            f"{len(removed)} files of {environment.store.root} were damaged and have been removed",
+            "if it happens again, check the disk, and who may write to the store",
         )
 
 
@@ -127,14 +127,14 @@ def prune_command(older_than: str | None, keep: str | None, recipe: str | None, 
       envbuild store prune --recipe old_project
     """
     if not (older_than or keep or recipe):
-        raise UsageError("nothing says what to remove", "give --older-than, --keep or --recipe")
+        raise UsageError("choose what to remove", "give --older-than, --keep or --recipe")
     older_s = _given("--older-than", older_than, seconds, AGES)
     most = _given("--keep", keep, size, SIZES)
     store = load_environment().store
     only = own_items(store, recipe) if recipe else lambda _: True
     if recipe and recipe not in recipes(store):
         known = ", ".join(recipes(store)) or "none"
-        raise UsageError(f"--recipe {recipe}: nothing in the store is known to be of it", f"known: {known}")
+        raise UsageError(f"--recipe {recipe}: the store has no entry of this recipe", f"known: {known}")
     store_items = items(store)
     chosen = choose(store_items, time.time(), older_s=older_s, keep=most, only=only)
     removal = Removal(tuple(chosen), ()) if dry_run or not chosen else remove(store, chosen)

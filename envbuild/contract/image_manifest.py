@@ -135,16 +135,16 @@ def parse(text: bytes, where: str) -> FileManifest:
             raise ValueError("another format")
         rows = dict(map(_parsed, lines))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise BuildError(f"{where}: cannot be understood: {error}", "build the image again") from error
+        raise BuildError(f"{where}: invalid: {error}", "build the image again") from error
     return FileManifest(head["form"], rows, digest_of(text))
 
 
 def _parsed(line: bytes) -> tuple[str, PathRow]:
     path, kind, mode, uid, gid, size, value, *xattrs = json.loads(line)
     if not all(isinstance(text, str) for text in (path, kind, value)):
-        raise ValueError(f"a row of another form: {line[:80]!r}")
+        raise ValueError(f"unexpected row: {line[:80]!r}")
     if not all(type(number) is int for number in (mode, uid, gid, size)):
-        raise ValueError(f"a row of another form: {line[:80]!r}")
+        raise ValueError(f"unexpected row: {line[:80]!r}")
     found = tuple((name, bytes.fromhex(data)) for name, data in xattrs[0].items()) if xattrs else ()
     return path, PathRow(kind, mode, uid, gid, size, value, found)
 

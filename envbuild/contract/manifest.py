@@ -123,7 +123,7 @@ def read_manifest(root: Path) -> Manifest | None:
     try:
         rows = {str(path): _row(rest) for path, *rest in map(json.loads, data.splitlines())}
     except (ValueError, TypeError, RecursionError) as error:
-        raise BuildError(f"{root / FILE}: cannot be understood: {error}", "build the environment again") from error
+        raise BuildError(f"{root / FILE}: invalid: {error}", "build the environment again") from error
     return Manifest(rows, digest_of(data))
 
 

@@ -101,7 +101,7 @@ def manifest_of(path: Path, digest: str = "") -> str:
         manifest = str(artifact.get("manifest", ""))
         if manifest and digest not in ("", artifact["digest"]):
             raise VerificationError(
-                f"{receipt_path(path)} is the receipt of another artifact than {path}",
+                f"{receipt_path(path)} is not the receipt of {path}",
                 "if you replaced the artifact yourself, remove the receipt; else build the artifact again",
             )
         return manifest

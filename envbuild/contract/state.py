@@ -156,7 +156,7 @@ def parse_state(text: bytes, where: str) -> State:
                 raise ValueError(f"{name} is {value!r}")
         return State(**data)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BuildError(f"{where}: cannot be understood: {error}", "build the environment again") from error
+        raise BuildError(f"{where}: invalid: {error}", "build the environment again") from error
 
 
 def _layer(name: str, version: str, files: str, path: str = "", check: Iterable[str] = ()) -> BuiltLayer:

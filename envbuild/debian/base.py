@@ -228,7 +228,7 @@ def _unknown(index: PackageIndex, name: str) -> LockError:
     else:
         near = get_close_matches(name, index.packages, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "see packages.debian.org for names"
-    return LockError(f"there is no package {name!r} in this suite for this architecture", hint)
+    return LockError(f"this suite has no package {name!r} for this architecture", hint)
 
 
 def resolve_base(
@@ -296,7 +296,7 @@ def _add_first(
             answers.append(error.message)
         else:
             for answer in answers:
-                log(f"{answer}; {archive} is used instead")
+                log(f"{answer}; using {archive} instead")
             return release.date
     raise LockError(
         "\n    ".join([f"no archive serves {suite}:", *(answers or ["none is known"])]),

@@ -77,7 +77,7 @@ def parse_control(text: str, where: str) -> dict[str, str]:
         elif match := _FIELD.fullmatch(line.rstrip()):
             last = match[1].lower()
             if last in fields:
-                raise LockError(f"{where}, line {number}: the field {match[1]} stands twice")
+                raise LockError(f"{where}, line {number}: the field {match[1]} is given twice")
             fields[last] = [match[2].rstrip()]
         elif line.strip():
             raise LockError(f"{where}, line {number}: neither `Field: value` nor a continuation")

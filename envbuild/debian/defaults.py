@@ -37,7 +37,7 @@ def default_packages(suite: str, *, python: bool = True) -> tuple[str, ...]:
     data = load_table("debian")
     if suite not in data["suites"]:
         known = " and ".join(sorted(data["suites"]))
-        raise RecipeError(f"Debian {suite!r} is not known here; {known} are", f"choose one of {known}")
+        raise RecipeError(f"unknown Debian release {suite!r}; known are {known}", f"choose one of {known}")
     own = data["suites"][suite]["python"] if python else []
     return tuple(sorted(data["base"]["packages"] + own))
 

@@ -62,7 +62,7 @@ def from_table(table: dict[str, Any], where: str) -> DebianLock:
 def checked(lock: DebianLock, where: str) -> DebianLock:
     """Return `lock`. Raises LockError, naming `where`, if its packages are unsorted or of several architectures."""
     if unsorted := [b.name for a, b in pairwise(lock.packages) if a.name >= b.name]:
-        raise LockError(f"{where}: {unsorted[0]} stands twice or out of order")
+        raise LockError(f"{where}: {unsorted[0]} is listed twice or out of order")
     if len(arches := {deb.arch for deb in lock.packages} - {"all"}) > 1:
         raise LockError(f"{where}: packages of several architectures: {', '.join(sorted(arches))}")
     return lock

@@ -255,7 +255,7 @@ def read_release(text: str, archive: DebianSuite) -> DebianRelease:
     names = {fields.get("suite"), fields.get("codename")} - {None}
     if archive.suite not in names:
         raise LockError(
-            f"{archive}: the server sends {' or '.join(sorted(map(str, names))) or 'no suite'} instead",
+            f"{archive}: the server sent {' or '.join(sorted(map(str, names))) or 'no suite'} instead",
             "correct the mirror's URL",
         )
     files = {}
@@ -302,7 +302,7 @@ def fetch_packages(
             except Mismatch as other:
                 raise LockError(
                     f"{archive}: {name} has sha256:{other.sha256}, but the signed Release says {digest}",
-                    "the mirror may be in the midst of an update: try again, or name another",
+                    "the mirror may be updating: try again, or name another mirror",
                 ) from None
         return blobs.adopt(partial, digest)
 

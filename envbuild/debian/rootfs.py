@@ -295,7 +295,7 @@ def debian_tree(debs: Sequence[tuple[LockedDeb, Path]], mtime: int) -> Tree:
         has = (control.fields.get("version"), control.fields.get("architecture"))
         if has != (deb.version, deb.arch):
             raise BuildError(
-                f"{path}: holds {deb.name} {has[0]} ({has[1]}), but {deb} is locked",
+                f"{path}: holds {deb.name} {has[0]} ({has[1]}), but the lock names {deb}",
                 "remove the file and fetch it again",
             )
         merge.name, merge.listing, merge.conffiles = deb.name, [], {}
@@ -403,7 +403,7 @@ class _Merge:
         if not (source or conffile):
             return content
         if entry.size > _MAX_SOURCE:
-            raise BuildError(f"{self.name}: /{path} has {entry.size} bytes, which cannot be right")
+            raise BuildError(f"{self.name}: /{path} has {entry.size} bytes; the archive is damaged")
         data = content.read()
         if source:
             self.sources[path] = data

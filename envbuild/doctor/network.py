@@ -116,7 +116,7 @@ def _default_index(environment: Environment) -> str:
         _, said = run_probe([*command, "--offline", "--quiet", "--python", sys.executable], env)
     option, _, url = said.partition(" ")
     if option != "--index-url":
-        raise HostError(f"uv does not tell its default index: {first_line(said)}", "set pip's index-url")
+        raise HostError(f"uv does not name its default index: {first_line(said)}", "set pip's index-url")
     return url
 
 

@@ -104,7 +104,7 @@ class ArchiveFiles(Generic[F]):
         """Return the content of the JSON file `name`. Raises BuildError when it is larger than MAX_MANIFEST."""
         file = self.get(name)
         if file.size > MAX_MANIFEST:
-            raise BuildError(f"{self.where}: {name}: {file.size} bytes where JSON is expected")
+            raise BuildError(f"{self.where}: {name}: {file.size} bytes are too many for a JSON file")
         return self.read(file)
 
 

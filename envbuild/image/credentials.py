@@ -135,7 +135,7 @@ def _from_entry(entry: Any, registry: str, path: Path) -> Credentials | None:
     hint, names = f"docker login {registry}", ("auth", "identitytoken", "username", "password")
     values = [entry.get(name) or "" for name in names] if isinstance(entry, dict) else []
     if not values or not all(isinstance(value, str) for value in values):
-        raise RecipeError(f"{path}: the entry for {registry} is not what docker login writes", hint)
+        raise RecipeError(f"{path}: the entry for {registry} is not in the form that docker login writes", hint)
     coded, token, user, password = values
     if coded:
         try:
@@ -161,7 +161,7 @@ def _from_netrc(registry: str, env: Mapping[str, str]) -> Credentials | None:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
     except netrc.NetrcParseError as error:
         # Not the error's message: it may quote a password.
-        raise RecipeError(f"{path}:{error.lineno or 1}: not what netrc(5) describes") from None
+        raise RecipeError(f"{path}:{error.lineno or 1}: not in the form of netrc(5)") from None
     except UnicodeDecodeError:
         raise RecipeError(f"{path}: not text") from None
     # The entry `default` applies to any host. It is ignored, so that its password is sent to no registry.
@@ -219,7 +219,7 @@ def _run_helper(program: str, server: str, env: Mapping[str, str]) -> tuple[int,
         out, _ = child.communicate(server.encode(), timeout=_HELPER_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise HostError(
-            f"{program} get did not answer within {_HELPER_TIMEOUT_S:g} s", "it may wait for a keyring that is locked"
+            f"{program} get did not answer within {_HELPER_TIMEOUT_S:g} s", "it may be waiting for a locked keyring"
         ) from None
     finally:
         if child.poll() is None:

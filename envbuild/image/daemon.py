@@ -99,11 +99,11 @@ def _loaded_id(client: Any, image_id: str, layers: Sequence[Layer]) -> str:
         found = client.api.inspect_image(image_id)
     except ImageNotFound:
         raise BuildError(
-            f"the docker daemon loaded the image and does not list it as {image_id}",
+            f"the docker daemon loaded the image, but does not list it as {image_id}",
             "its image store is of a kind that envbuild does not know; use --push or --out",
         ) from None
     if found["RootFS"].get("Layers") != [layer.diff_id for layer in layers]:
-        raise BuildError(f"the docker daemon has other layers than were sent for {image_id}")
+        raise BuildError(f"the docker daemon's layers of {image_id} differ from those that were sent")
     return str(found["Id"])
 
 

@@ -208,7 +208,7 @@ def write_layer(tree: Tree, blobs: Blobs) -> Layer:
     with blobs.new() as blob, closing(tree), contextlib.closing(_Writer(blob)) as writer:
         for entry, content in tree:
             if entry.path in seen:
-                raise BuildError(f"/{entry.path} comes twice in one layer")
+                raise BuildError(f"/{entry.path} is in one layer twice")
             seen.add(entry.path)
             writer.write(header(entry))
             if entry.kind == FILE and content is not None:

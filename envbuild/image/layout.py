@@ -305,7 +305,7 @@ def no_single_image(
     has = f"it has {', '.join(sorted(set(names))) or 'none with a tag'}"
     if tag is not None and not found:
         return BuildError(f"{where}: no image with the tag {tag!r}; {has}", "name one of its tags")
-    return BuildError(f"{where}: {found or 'no'} images, where one is needed; {has}", hint if found else None)
+    return BuildError(f"{where}: {found or 'no'} images, but exactly one is needed; {has}", hint if found else None)
 
 
 def _names(item: Descriptor) -> list[str]:
@@ -337,7 +337,7 @@ def _copy(source: Blobs, blobs: Blobs, blob: Descriptor) -> None:
         while data := stream.read(min(blob.size + 1 - new.size, _CHUNK)):
             new.write(data)
         if (new.size, new.digest) != (blob.size, blob.digest):
-            raise BuildError(f"{file}: damaged: its content is not what its name and index say")
+            raise BuildError(f"{file}: damaged: its content does not match its digest")
         new.place()
 
 

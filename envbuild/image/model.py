@@ -130,7 +130,7 @@ def parse(raw: bytes, where: str, media_type: str | None = None) -> ImageManifes
     if kind in MANIFESTS:
         layers, config = _descriptors(data, "layers", where), _descriptor(data.get("config"), where)
         if config.size > MAX_MANIFEST:  # it is read into memory
-            raise BuildError(f"{where}: a configuration of {config.size} bytes, where {MAX_MANIFEST} are the most")
+            raise BuildError(f"{where}: a configuration of {config.size} bytes; the limit is {MAX_MANIFEST}")
         return ImageManifest(raw, kind, config, layers)
     hint = None
     if data.get("schemaVersion") == 1:
@@ -165,7 +165,7 @@ def choose(index: ImageIndex, arch: str | None, where: str) -> Descriptor:
     if arch is None:
         if len(images) == 1:
             return images[0]
-        raise BuildError(f"{where}: images for {len(images)} platforms, where one is needed")
+        raise BuildError(f"{where}: images for {len(images)} platforms, but one is needed")
     wanted = GOARCH[arch]
     fitting = [item for item in images if item.arch == wanted and item.os in ("linux", "")]
     if fitting:  # the first of equals

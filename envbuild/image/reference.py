@@ -67,20 +67,20 @@ def parse_reference(text: str) -> Reference:
     if not rest or rest != rest.strip():
         raise UsageError(f"image {text!r}: not the name of an image", _EXAMPLE)
     if "://" in rest:
-        raise UsageError(f"image {text!r}: a name, not a URL, is wanted", _EXAMPLE)
+        raise UsageError(f"image {text!r}: give a name, not a URL", _EXAMPLE)
     rest, at, digest = rest.partition("@")
     if at and not is_digest(digest):
-        raise UsageError(f"image {text!r}: {digest!r} is no digest", "sha256: and 64 digits 0-9a-f")
+        raise UsageError(f"image {text!r}: {digest!r} is not a digest", "sha256: and 64 digits 0-9a-f")
     host, slash, path = rest.partition("/")
     if not slash or not is_host(host):
         host, path = DOCKER_HUB, rest
     path, colon, tag = path.partition(":")
     if colon and not _TAG.fullmatch(tag):
         raise UsageError(
-            f"image {text!r}: {tag!r} is no tag", "a tag is up to 128 letters, digits, dots, dashes and underscores"
+            f"image {text!r}: {tag!r} is not a tag", "a tag is up to 128 letters, digits, dots, dashes and underscores"
         )
     if not _HOST.fullmatch(host):
-        raise UsageError(f"image {text!r}: {host!r} is no host", _EXAMPLE)
+        raise UsageError(f"image {text!r}: {host!r} is not a host", _EXAMPLE)
     host = _canonical_host(host)
     if host == DOCKER_HUB and "/" not in path:
         path = f"library/{path}"
@@ -116,9 +116,9 @@ def _check_path(path: str, text: str) -> None:
             continue
         if part and _PART.fullmatch(part.lower()):
             raise UsageError(f"image {text!r}: {part!r} has upper case", "a repository is in lower case")
-        raise UsageError(f"image {text!r}: {part!r} is no part of a name", _EXAMPLE)
+        raise UsageError(f"image {text!r}: {part!r} is not a valid part of a name", _EXAMPLE)
     if re.fullmatch(r"library/[0-9a-f]{64}", path):
-        raise UsageError(f"image {text!r}: an id of an image here, not a name", _EXAMPLE)
+        raise UsageError(f"image {text!r}: this is an image ID, not a name", _EXAMPLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ def parse_source(text: str) -> ImageSource:
     form = "docker-daemon" if scheme == "dockerd" else scheme
     if form == "podman":
         raise UsageError(
-            f"--from {text!r}: podman's store is not read",
+            f"--from {text!r}: envbuild does not read podman's store",
             "podman save --format docker-archive -o image.tar IMAGE, then --from docker-archive:image.tar",
         )
     if form not in _LOCAL:

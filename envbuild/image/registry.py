@@ -429,7 +429,7 @@ def referrer_layer(registry: Registry, referrer: Descriptor, kind: str, most: in
         (layer,) = parse_json(raw)["layers"]
         blob = Descriptor(layer["mediaType"], str(layer["digest"]), layer["size"])
     except (KeyError, TypeError) as error:
-        raise ValueError(f"its manifest is another one: {error!r:.80}") from error
+        raise ValueError(f"unexpected manifest: {error!r:.80}") from error
     fits = blob.media_type == kind and is_digest(blob.digest) and type(blob.size) is int
     if not fits or not 0 <= blob.size <= most:
         raise ValueError(f"its layer is {layer!r:.80}")

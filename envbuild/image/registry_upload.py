@@ -219,7 +219,7 @@ class _Part:
                     raise Stopped
                 block = stream.read(min(BLOCK, self.end - at))
                 if not block:
-                    raise BuildError(f"{upload.path}: became shorter while it was sent")
+                    raise BuildError(f"{upload.path}: shrank while it was uploaded")
                 yield block
                 at += len(block)
                 upload._tell(at)

@@ -217,7 +217,7 @@ def read_sif(stream: BinaryIO, where: str) -> Sif:
     raw = _read(stream, at, total * DESCRIPTOR.size, size, where)
     objects = [_object(row, size, where) for row in DESCRIPTOR.iter_unpack(raw) if row[1]]
     if len(objects) != total - free:
-        raise BuildError(f"{where}: damaged: {len(objects)} objects where {total - free} are announced")
+        raise BuildError(f"{where}: damaged: {len(objects)} objects, but {total - free} are announced")
     roots = [item for item in objects if item.primary]
     if len(roots) != 1:
         raise BuildError(f"{where}: a SIF with {len(roots)} primary partitions instead of one")
@@ -233,7 +233,7 @@ def read_sif(stream: BinaryIO, where: str) -> Sif:
 def read_object(stream: BinaryIO, item: Object, where: str) -> bytes:
     """Return the content of a definition or JSON object. Raises BuildError when it is larger than 16 MiB."""
     if item.size > MAX_OBJECT:
-        raise BuildError(f"{where}: {item.size} bytes where a {item.kind} object is expected")
+        raise BuildError(f"{where}: {item.size} bytes are too many for a {item.kind} object")
     return _read(stream, item.offset, item.size, item.offset + item.size, where)
 
 

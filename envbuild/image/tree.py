@@ -181,7 +181,7 @@ class MergedTree:
         if member.kind == HARDLINK:
             node = self._named(member.link)
             if node is None:
-                raise _Refused(f"a hard link to {member.link!r}, which is not there")
+                raise _Refused(f"a hard link to {member.link!r}, which is missing")
             if node.kind == DIR:
                 raise _Refused(f"a hard link to {member.link!r}, a directory")
             self._linked.add(node)

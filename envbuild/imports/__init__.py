@@ -92,7 +92,7 @@ def _read_folder(path: Path, groups: Collection[str], recipe: Path) -> Iterator[
     if not names:
         hints = [f"{name}: {_hint(name)}" for name in present if _hint(name)]
         known = f"known: {', '.join(FORMATS)}; name the file"
-        raise UsageError(f"{path}: no file of a known format", "; ".join(hints) or known)
+        raise UsageError(f"{path}: contains no file of a known format", "; ".join(hints) or known)
     for name in names:
         yield from _read_file(path / name, groups)
     for name, (_, holds, replaces) in _CONVERTED.items():

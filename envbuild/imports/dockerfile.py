@@ -335,7 +335,9 @@ def _finder(stage: _Stage, workdir: str, mounted: list[tuple[str, list[Path]]]) 
             inner = wanted[len(place.rstrip("/")) + 1 :] if inside else ""
             files = [path / inner for path in found if (inside or wanted == place) and (path / inner).is_file()]
             if len(files) > 1:
-                raise UsageError(f"which is the build context? {files[0]} and {files[1]} fit: name one with --from")
+                raise UsageError(
+                    f"cannot tell the build context: both {files[0]} and {files[1]} fit; name one with --from"
+                )
             if files:
                 return files[0]
         return None

@@ -228,7 +228,7 @@ class Origin:
         if not sources or not all(isinstance(source, str) for source in (*sources, *groups, target or "")):
             raise RecipeError(
                 f"{folder / ORIGIN}: `from` names no sources",
-                "take it back from version control, or name the sources: envbuild init NAME --update --from FILE",
+                "restore it from version control, or name the sources: envbuild init NAME --update --from FILE",
             )
         places = tuple(Path(os.path.relpath(folder / source)) for source in sources)
         return cls(places, tuple(groups), target, table_at(data, "recipe"))
@@ -319,7 +319,7 @@ def updated_recipe(
     known = Origin.read(loaded.folder) if not sources or (loaded.folder / ORIGIN).exists() else None
     if known is None and not sources:
         raise UsageError(
-            f"{loaded.path} does not tell its sources: there is no {ORIGIN} beside it",
+            f"{loaded.path} has no record of its sources: {ORIGIN} is missing beside it",
             f"name them once: envbuild init {command_word(loaded)} --update --from requirements.txt",
         )
     origin = known or Origin(tuple(sources))
@@ -365,9 +365,9 @@ def imported_recipe(
         made = f"from {', '.join(map(str, known.sources))}" if known else "by hand"
         words = " ".join(f"--from {path}" for path in sources)
         raise UsageError(
-            f"the recipe {path} was made {made}, not from {given}",
+            f"the recipe {path} was written {made}, not from {given}",
             f"choose another name for the new recipe: envbuild venv NAME {words}; or build this one, without --from; "
-            f"or let it take these files from now on: envbuild init {name} --update {words}",
+            f"or switch it to these files: envbuild init {name} --update {words}",
         )
     return updated_recipe(loaded)
 
@@ -404,6 +404,6 @@ def _refuse_existing(folder: Path) -> None:
     if os.path.lexists(folder):
         raise UsageError(
             f"{folder} exists already",
-            f"to take changes of the sources into it: envbuild init {folder.name} --update; else choose another name: "
+            f"to update it from its sources: envbuild init {folder.name} --update; else choose another name: "
             "envbuild init NAME --from …",
         )

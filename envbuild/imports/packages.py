@@ -102,7 +102,7 @@ def add_packages(loaded: LoadedRecipe, words: Sequence[str], *, target: str | No
     texts = {word: _checked(word, conda=conda) for word in words}
     names = [_name(text) for text in texts.values()]
     if twice := next((name for name in names if names.count(name) > 1 and ";" not in "".join(words)), ""):
-        raise UsageError(f"{twice} is named twice", "name each package once")
+        raise UsageError(f"{twice} is given twice", "name each package once")
     editor = _Editor(loaded, loaded.document.text)
     lists = _lists(loaded, target, conda=conda)
     with _editing(loaded):
@@ -194,7 +194,7 @@ def _checked(word: str, *, conda: bool) -> str:
     if _PATH.match(word) and not DIRECT.match(word):
         raise UsageError(
             f"{word} is a file or folder, not a package",
-            "own code belongs to [project] of the recipe; a wheel is NAME @ ./FILE; a requirements.txt is for "
+            "your own code belongs in [project] of the recipe; a wheel is NAME @ ./FILE; a requirements.txt is for "
             "`envbuild init --update --from FILE`",
         )
     if conda:
@@ -211,7 +211,7 @@ def _checked(word: str, *, conda: bool) -> str:
         return word
     requirement = Requirement(word)
     if normalise(requirement.name) == "python":
-        raise UsageError("Python is no package of a recipe's requirements", "edit `python` in the recipe")
+        raise UsageError("Python cannot be a requirement of a recipe", "edit `python` in the recipe")
     requirement.name = normalise(requirement.name)
     return str(requirement)
 

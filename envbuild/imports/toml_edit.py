@@ -57,7 +57,7 @@ def rewrite(path: Path, before: str, after: str) -> None:
     path = path.resolve()  # the file that a link names, not the link
     raw = path.read_bytes()
     if read(path).text != before:
-        raise UsageError(f"{path} was changed by something else meanwhile", "run the command again")
+        raise UsageError(f"{path} was changed by another program in the meantime", "run the command again")
     mark = codecs.BOM_UTF8.decode() if raw.startswith(codecs.BOM_UTF8) else ""
     text = after.replace("\n", "\r\n") if b"\r\n" in raw else after
     write_beside(path, mark + text, path.stat().st_mode & 0o777)

@@ -217,7 +217,7 @@ def read_listing(stream: BinaryIO, name: str, diff_id: str, quota: Quota) -> Lay
                 text, rows = isinstance(note, str), isinstance(note, list)
                 quota.text(name, note if text else "", more=_ROW * len(note) if rows else 0)
         if hashed.finish() != diff_id:
-            raise BuildError(f"{name}: damaged, or not the layer that the image's configuration names ({diff_id})")
+            raise BuildError(f"{name}: damaged, or not the layer of the image's configuration ({diff_id})")
     return LayerListing(listed, frozenset(scripts), notes)
 
 

@@ -45,7 +45,7 @@ def plan_build(build: Build, request: JobRequest, site: Site) -> JobPlan:
     if SCHEDULERS[scheduler].pods:
         others = listed(tuple(TITLES[name] for name, known in SCHEDULERS.items() if not known.pods))
         raise UsageError(
-            f"environments are built on nodes by {others}; pods have theirs in an image",
+            f"{others} build environments on nodes; Kubernetes runs them from an image",
             "use `envbuild docker`, or --site of a cluster with a scheduler",
         )
     artifact = JobArtifact(

@@ -237,7 +237,7 @@ def pyxis_options(plan: JobPlan) -> list[str]:
         source, place, options = mount(host, container)
         if set("$`") & set(source + place):
             raise UsageError(
-                f"pyxis cannot mount {host!r} ({_mount_key(plan, host)}): it gives mounts to a shell, "
+                f"pyxis cannot mount {host!r} ({_mount_key(plan, host)}): it passes mounts to a shell, "
                 "which expands $ and `",
                 "rename the folder, or choose another",
             )

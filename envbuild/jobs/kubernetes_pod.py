@@ -97,7 +97,7 @@ class YamlScript:
 
     def __init__(self, text: str) -> None:
         if "$(" in text or "$$" in text or not text.endswith("\n"):
-            raise ValueError("kubelet would change this text")
+            raise ValueError("kubelet would expand this text")
         self.text = text
 
 
@@ -222,7 +222,7 @@ def variables(plan: JobPlan, pods: Pods, *, unbuffered: bool = True) -> list[dic
             problem = f"{name} is set by the job itself"
         if problem is not None:
             origin = plan.origins.get(f"variables.{name}", "variables of the job")
-            raise UsageError(f"{problem} ({origin})", "take it out of the site file")
+            raise UsageError(f"{problem} ({origin})", "remove it from the site file")
     fixed = {"LOGLEVEL": "INFO", "PYTHONNOUSERSITE": "1"}
     if plan.site.kubernetes.run_as:
         # The image has no such user: programs that look up a name or a home folder would fail.
@@ -363,14 +363,14 @@ def resources(plan: JobPlan) -> dict[str, Any]:
     for key, amount in site.resources.items():
         if key in {family.kubernetes for family in gpu_families()}:
             raise UsageError(
-                f"{plan.site.origin('kubernetes', 'resources')}: {key} is asked for by [node] gpus",
-                "take it out of [kubernetes] resources",
+                f"{plan.site.origin('kubernetes', 'resources')}: [node] gpus already requests {key}",
+                "remove it from [kubernetes] resources",
             )
         limits[checked(key, "[kubernetes] resources")] = checked(amount, f"resource {key}")
     adapter = adapter_of(plan.artifact.provider)
     if adapter and adapter.resource and plan.nodes > 1 and adapter.resource not in limits:
         raise UsageError(
-            f"the artifact needs {adapter.called[0]}, and pods of site {plan.site.name} get none",
+            f"the artifact needs {adapter.called[0]}, but pods of site {plan.site.name} request none",
             f'write "{adapter.resource}" = "1", or how many a node has, in [kubernetes.resources]',
         )
     if problem := huge_pages_problem(limits):
@@ -394,7 +394,7 @@ def placement(plan: JobPlan, name: str) -> dict[str, Any]:
     if labels.get(_ARCH, arch) != arch:
         raise UsageError(
             f"site {plan.site.name} chooses {labels[_ARCH]} nodes, the artifact is for {arch}",
-            f"take {_ARCH} out of [kubernetes.node_selector]: the artifact's target decides it",
+            f"remove {_ARCH} from [kubernetes.node_selector]: the artifact's target sets it",
         )
     selector = {_ARCH: arch} | {
         checked(key, "[kubernetes] node_selector"): checked(value, f"node_selector {key}")
@@ -453,7 +453,9 @@ def _more_volumes(plan: JobPlan) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     if twice := next(
         (path for path in paths if [other.rstrip("/") for other in paths].count(path.rstrip("/")) > 1), ""
     ):
-        raise UsageError(f"two volumes of site {plan.site.name} are at {twice}", "change a path in [kubernetes]")
+        raise UsageError(
+            f"two volumes of site {plan.site.name} have the mount path {twice}", "change a path in [kubernetes]"
+        )
     return more
 
 
@@ -477,7 +479,7 @@ def volumes(plan: JobPlan) -> list[dict[str, Any]]:
     site = plan.site.kubernetes
     if not site.claim and plan.nodes > 1:
         raise UsageError(
-            f"pods of site {plan.site.name} share no files: restarts need the snapshot",
+            f"pods of site {plan.site.name} share no file system: a restart needs the snapshot",
             "name a ReadWriteMany volume claim in [kubernetes] claim",
         )
     mount = site.mount.rstrip("/")

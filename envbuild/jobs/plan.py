@@ -72,7 +72,7 @@ def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
     )
     nproc, origins["nproc_per_node"] = _ranks(request, opened, site)
     if single and (nodes, nproc) != (1, 1):
-        raise UsageError("strategy single is one process on one node", "leave out --nodes and --nproc-per-node")
+        raise UsageError("strategy single starts one process on one node", "leave out --nodes and --nproc-per-node")
     gpus = 0
     if artifact.accelerator.gpu:
         gpus = site.node.gpus or nproc
@@ -86,7 +86,7 @@ def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
     launcher = _launcher(request, scheduler, site, origins)
     name, origins["name"] = _first(("--name", request.name), ("recipe", artifact.recipe))
     if not _NAME.fullmatch(name):
-        raise UsageError(f"{name!r} cannot be a job's name", "up to 63 letters, digits, dots, dashes and underscores")
+        raise UsageError(f"{name!r} is not a valid job name", "up to 63 letters, digits, dots, dashes and underscores")
     work, origins["work"] = _first(
         ("--work", request.work),
         (site.origin("paths", "shared"), site.paths.shared or None),
@@ -204,8 +204,8 @@ def _ranks(request: JobRequest, opened: JobInputs, site: Site) -> tuple[int, str
     if opened.artifact.accelerator.gpu:
         if not site.node.gpus:
             raise UsageError(
-                f"how many GPUs a node of site {site.name} has is not known",
-                "say --nproc-per-node, or [node] gpus in the site file",
+                f"the number of GPUs of a node of site {site.name} is unknown",
+                "pass --nproc-per-node, or set [node] gpus in the site file",
             )
         return site.node.gpus, site.origin("node", "gpus")
     recipe = opened.verify and opened.verify.nproc_per_node
@@ -360,7 +360,7 @@ def no_scheduler_error(request: JobRequest, opened: JobInputs, site: Site) -> Us
     hint = f"name a cluster's site (--site SITE, `envbuild site list`) or --scheduler {names}"
     if opened.artifact.of_kind.form != "registry":
         hint = f"to train on this host: `{_command(request, opened)}`; for a cluster, {hint}"
-    return UsageError(f"site {site.name} names no scheduler: nothing takes a job", hint)
+    return UsageError(f"site {site.name} names no scheduler to submit jobs to", hint)
 
 
 def _command(request: JobRequest, opened: JobInputs) -> str:

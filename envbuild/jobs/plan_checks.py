@@ -60,7 +60,7 @@ def check_strategy(request: JobRequest, opened: JobInputs, scheduler: str, site:
         raise UsageError("DeepSpeed's launcher does not restart failed ranks", "leave out --max-restarts")
     if strategy == "deepspeed" and site.scheduler.auto_resume:
         raise UsageError(
-            "strategy deepspeed meets at a fixed node, and [scheduler] auto_resume may replace it",
+            "strategy deepspeed needs a fixed head node, and [scheduler] auto_resume may replace it",
             "use --strategy ddp: a script that uses DeepSpeed runs under torchrun too",
         )
 
@@ -69,7 +69,7 @@ def check_rendezvous(request: JobRequest, opened: JobInputs, scheduler: str) -> 
     """Raise UsageError for a rendezvous that cannot work."""
     if request.rendezvous == "c10d":
         if request.endpoint:
-            raise UsageError("--endpoint is for --rendezvous etcd-v2", "c10d meets at the head node")
+            raise UsageError("--endpoint is for --rendezvous etcd-v2", "c10d uses the head node as its endpoint")
         return
     if request.strategy != "ddp":
         raise UsageError(f"strategy {request.strategy} has no rendezvous", "leave out --rendezvous")
@@ -100,8 +100,8 @@ def check_nodes(artifact: JobArtifact, script: str, scheduler: str, site: Site) 
         if own := _own_of_a_node(path, site):
             raise UsageError(
                 f"nodes do not see {path}: each has its own {own}",
-                f"copy it to {site.paths.shared}, or build it there (--out); where nodes do see it, say so in "
-                "[paths] shared of the site file, and where runs go with --work",
+                f"copy it to {site.paths.shared}, or build it there (--out); if nodes do see it, add it to "
+                "[paths] shared of the site file, and set the folder of runs with --work",
             )
 
 
@@ -180,7 +180,7 @@ def check_exclusion(scheduler: str, site: Site) -> None:
     if not SCHEDULERS[scheduler].leaves_out_nodes:
         names = " or ".join(name for name, known in SCHEDULERS.items() if known.leaves_out_nodes)
         raise UsageError(
-            f"--exclude-slow needs {names}, which starts a job again on other nodes, and this is {scheduler}",
+            f"--exclude-slow needs {names}, which can restart a job on other nodes; this site has {scheduler}",
             "leave it out; inside of an allocation, `envbuild preflight --speed` names slow nodes",
         )
     if not site.scheduler.requeue:

@@ -50,7 +50,7 @@ def find_allocation(hosts: Sequence[str], env: Mapping[str, str]) -> Allocation:
     if hosts:
         twice = sorted({host for host in hosts if hosts.count(host) > 1})
         if twice:
-            raise UsageError(f"{', '.join(twice)} is named twice", "name every node once")
+            raise UsageError(f"{', '.join(twice)} is given twice", "name every node once")
         for host in hosts:
             if not host or host.startswith("-") or any(character.isspace() for character in host):
                 raise UsageError(f"{host!r} is not the name of a host", "--host n1,n2")
@@ -63,7 +63,7 @@ def find_allocation(hosts: Sequence[str], env: Mapping[str, str]) -> Allocation:
     commands = tuple(f"`{facts.command}`" for facts in known.values())
     raise UsageError(
         f"this is not inside of an allocation: neither {listed(variables, 'nor')} is set",
-        f"use {listed(commands)}, name nodes that ssh reaches by --host H1,H2, or let a job begin with it:"
+        f"use {listed(commands)}, name nodes that ssh reaches by --host H1,H2, or start a job with it:"
         " `envbuild job --preflight`",
     )
 
@@ -86,7 +86,7 @@ def run_now(plan: JobPlan, allocation: Allocation, env: Mapping[str, str]) -> in
         folder = Path(tempfile.mkdtemp(prefix=".envbuild-preflight-", dir=work))
     except OSError as error:
         raise HostError(
-            f"{work}: {(error.strerror or str(error)).lower()}: the run's folder could not be made there",
+            f"{work}: {(error.strerror or str(error)).lower()}: cannot create the run's folder there",
             "name a folder that all nodes see with --work, or in [paths] shared of the site file",
         ) from error
     # The nodes come only from the scheduler's own variables; the script does the rest.

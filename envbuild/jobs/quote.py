@@ -66,7 +66,7 @@ def directive(option: str, value: str, name: str) -> str:
     """
     if not _DIRECTIVE.fullmatch(value):
         raise UsageError(
-            f"{name} cannot be written in a directive: {value!r}", "no spaces, quotes, backslashes, # or % there"
+            f"{name} cannot be part of a directive: {value!r}", "no spaces, quotes, backslashes, # or % there"
         )
     return f"{option}{value}"
 
@@ -107,5 +107,5 @@ def inside(path: str, mounts: Sequence[tuple[str, str]]) -> str:
         if shows and (best is None or len(root) > len(best[0])):
             best = (root, container.partition(":")[0].rstrip("/"))
     if best is None:
-        raise UsageError(f"containers do not see {path}: no mount shows it", "add it to [container] mounts of the site")
+        raise UsageError(f"containers do not see {path}: it is in no mount", "add it to [container] mounts of the site")
     return best[1] + path[len(best[0]) :] or "/"

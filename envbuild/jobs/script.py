@@ -350,7 +350,8 @@ def _check(plan: JobPlan) -> None:
         )
     if not _NAME.fullmatch(plan.name):
         raise UsageError(
-            f"{plan.name!r} cannot be a job's name", "letters, digits, dots, dashes and underscores; say --name"
+            f"{plan.name!r} is not a valid job name",
+            "letters, digits, dots, dashes and underscores; choose another --name",
         )
     if (only := runtime_of(plan).launcher) and plan.launcher != only:
         raise UsageError(
@@ -362,7 +363,7 @@ def _check(plan: JobPlan) -> None:
             f"Horovod's ranks are started by Open MPI, not by {plan.launcher}", 'set [scheduler] launcher = "mpirun"'
         )
     if plan.strategy == "single" and plan.world_size != 1:
-        raise UsageError("strategy single is one process on one node")
+        raise UsageError("strategy single starts one process on one node")
     if runtime_of(plan).pods:
         raise UsageError(f"{plan.scheduler} has no pods", "give an artifact that is not an image")
 

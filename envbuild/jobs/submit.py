@@ -79,8 +79,8 @@ def submit_script(
     before = script.read_text(encoding="utf-8", errors="replace") if script.is_file() else None
     if before is not None and not named and not _OWN.search(before):
         raise UsageError(
-            f"{script} is not a script that envbuild wrote, and is not overwritten",
-            "say --out with the name of another file, or another --name",
+            f"{script} was not written by envbuild and is not overwritten",
+            "choose another file with --out, or another --name",
         )
     write_script(text, script, hint, pending_path(plan, script))
     try:
@@ -141,7 +141,7 @@ def submit(plan: JobPlan, script: Path, variables: Mapping[str, str]) -> str:
     if done.returncode != 0 and re.search(submission.no_server, output):
         raise HostError(
             f"{plan.name} was not submitted: {plan.scheduler} does not answer:\n{process.tail(done)}",
-            f"run this on a login node of the cluster; `{submission.ping}` tells whether its server is up",
+            f"run this on a login node of the cluster; `{submission.ping}` shows whether its server is up",
         )
     if done.returncode != 0:
         raise HostError(

@@ -217,7 +217,7 @@ class _Pool:
             if len(out) < max(start, at):
                 raise HostError(
                     f"{self._compiler.python} ended with status {status} while compiling /{path}",
-                    "build with --no-bytecode: every start in the container is slower then",
+                    "build with --no-bytecode; programs in the container then start slower",
                 )
             results.append((path, len(source), out[start:at]))
         return results

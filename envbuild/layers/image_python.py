@@ -44,9 +44,9 @@ def image_compiler(
     base, lacking = lock.base, f"{lock.target}: this host has no Python {python}"
     runs = not conda and Target.parse(lock.target).arch == host_arch()
     if runs and isinstance(base, DebianLock) and (own := _planned(base, python)):
-        log(f"{lacking}; the image's own compiles its bytecode")
+        log(f"{lacking}; the image's own Python compiles its bytecode")
         return replace(own, provide=lambda: _unpacked(base, own, python, environment, offline))
-    log(f"{lacking} and cannot run the image's: the image gets no bytecode, and programs start slower in it")
+    log(f"{lacking} and cannot run the image's; the image gets no bytecode, so programs start slower in it")
     return None
 
 

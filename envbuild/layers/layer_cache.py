@@ -290,4 +290,4 @@ def checked_tar(opens: Callable[[], BinaryIO], name: str, diff_id: str, limits: 
     with decompressed(opens(), name) as stream, contextlib.closing(Hashed(stream)) as hashed:
         yield from tar_items(cast(BinaryIO, hashed), name, Quota(limits))
         if hashed.finish() != diff_id:
-            raise BuildError(f"{name}: damaged, or not the layer that the image's configuration names ({diff_id})")
+            raise BuildError(f"{name}: damaged, or not the layer of the image's configuration ({diff_id})")

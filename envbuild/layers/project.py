@@ -63,12 +63,12 @@ def collect(loaded: LoadedRecipe, environment: Environment, *, editable: bool = 
     tracked = None if table.include else git("ls-files", "-z", "--recurse-submodules")
     names = _all_files(code.root) if tracked is None else tracked.split("\0")[:-1]
     if left := tracked and (git("ls-files", "-z", "-o", "--exclude-standard", "*.py") or "").split("\0")[:-1]:
-        log(f"note: [project]: {len(left)} files are left out, as git does not track them: {', '.join(left[:5])}")
+        log(f"note: [project]: {len(left)} files that git does not track are left out: {', '.join(left[:5])}")
     files, links = [], []
     for name in sorted({name for name in names if table.takes(name)}):
         path = code.root / name
         if not name.isprintable() or "\ufffd" in name or name.startswith("/") or ".." in name.split("/"):
-            raise RecipeError(f"{where} {name!r} is no name for a file of a wheel", "rename it")
+            raise RecipeError(f"{where} {name!r} is not a valid file name in a wheel", "rename it")
         try:
             if path.is_file():
                 mode = 0o755 if path.stat().st_mode & 0o100 else 0o644
@@ -78,7 +78,7 @@ def collect(loaded: LoadedRecipe, environment: Environment, *, editable: bool = 
         except OSError as error:
             raise RecipeError(f"{where} {path}: {error.strerror}") from error
     if links:
-        log(f"note: [project]: links that lead to no file are left out, as to folders: {', '.join(links[:5])}")
+        log(f"note: [project]: links that do not lead to a file are left out: {', '.join(links[:5])}")
     if not any(name.endswith(".py") for name, _, _ in files):
         hint = "correct `path` or `include`" if tracked is None else "`git add` it, or say `include` in [project]"
         raise RecipeError(f"{where} no Python package found: no .py among {len(files)} files of {code.root}", hint)
@@ -174,7 +174,7 @@ def _contents(code: OwnCode) -> Iterator[tuple[str, int, bytes]]:
         except OSError:
             data = b""
         if hashlib.sha256(data).hexdigest() != sha256:
-            raise BuildError(f"{code.root / name} changed while it was read", "run it again")
+            raise BuildError(f"{code.root / name} changed while envbuild read it", "run it again")
         yield name, mode, data
 
 
@@ -246,7 +246,7 @@ def _editable(code: OwnCode, wheel: Path) -> Path:
 def _info(archive: zipfile.ZipFile) -> str:
     found = [name for name in archive.namelist() if re.fullmatch(r"[^/]*\.dist-info/METADATA", name)]
     if len(found) != 1:
-        raise BuildError(f"{archive.filename} is no wheel: it has {len(found)} files METADATA")
+        raise BuildError(f"{archive.filename} is not a wheel: it has {len(found)} files METADATA")
     return found[0].partition("/")[0]
 
 
@@ -262,7 +262,7 @@ def _checked(code: OwnCode, wheel: Path, plan: Plan) -> tuple[str, str]:
     name, where = normalise(stem), f"{code.where}: [project]: {wheel.name}"
     known = check_name(plan, name) | {name: ""}  # its extras may require it
     if all(member.startswith(info) for member in names):
-        raise BuildError(f"{where}: no Python package found", "say in pyproject.toml where its packages are")
+        raise BuildError(f"{where}: no Python package found", "name its packages in pyproject.toml")
     if plan.image is not None and not wheel.name.endswith("-any.whl"):
         raise BuildError(
             f"{where} was compiled for this host, and an image may be unable to load it",

@@ -169,8 +169,8 @@ def check_for_image(layers: RequestedLayers) -> None:
         outside = next((hosts[name] for name in layer.requires if name in hosts), None)
         if outside:
             raise UsageError(
-                f"layer {layer.name} is built with {outside.name}, which only the nodes have ({outside.path}): "
-                "images are built without it",
+                f"layer {layer.name} is built with {outside.name}, which only the nodes have ({outside.path}), "
+                "and images do not",
                 f"let {outside.name} be built too (without `kind` and `path` in [layers.{outside.name}]) in a version "
                 "that the nodes' can take the place of when the image is started; or build a venv on a node",
             )
@@ -180,7 +180,7 @@ def other_host(sources: Sequence[SourceLayer], arch: str) -> HostError:
     """Return the error for `sources` of another architecture that are not in the store."""
     names = ", ".join(layer.name for layer in sources)
     return HostError(
-        f"the store has not all of {names} for {arch}, and this {host_arch()} host cannot build them",
+        f"the store lacks some of {names} for {arch}, and this {host_arch()} host cannot build them",
         f"run `envbuild layers RECIPE --target {sources[0].target} --for image` on an {arch} node with the same store "
         "(ENVBUILD_STORE), then build here",
     )

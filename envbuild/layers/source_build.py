@@ -180,7 +180,7 @@ def _build(
                 interpreter = interpreter_in(host, python, isolated=layer.isolated)
         for patch in layer.patches:  # the layer's digest includes the digest that the patch had for the plan
             if hashlib.sha256(Path(patch.path).read_bytes()).hexdigest() != patch.sha256:
-                raise BuildError(f"{patch.path} was changed while this ran", "run it again")
+                raise BuildError(f"{patch.path} was changed during the build", "run it again")
         outside = {name: hosts[name] for name in layer.requires if name in hosts}
         job = SourceBuild(
             layer,
@@ -205,10 +205,10 @@ def _build(
         raise BuildError(
             f"{title} cannot be built: its file {lost[0]} names the folder in which its environment is built, which "
             "exists during the build only",
-            "its build writes the path of its Python: give it an option, or a patch, that keeps that out",
+            "its build writes the path of its Python: add an option or a patch to the layer that prevents it",
         )
     if named:
-        log(f"{title}: right in images alone, for their paths: {', '.join(named)}")
+        log(f"{title}: usable only in images, because of the paths in {', '.join(named)}")
     made = folder / "made"
     made.mkdir()
     os.rename(job.staged, made / "tree")

@@ -80,7 +80,7 @@ def _layer(
     if not url:
         known_names = ", ".join(sorted(load_table("sources")["sources"]))
         raise RecipeError(
-            f"{where}: where is the source of {name}? Known are only {known_names}",
+            f"{where}: the source of {name} is not known; known are {known_names}",
             f"give `url` and `sha256` in [layers.{name}]",
         )
     if not sha256:
@@ -218,7 +218,7 @@ def _sorted(graph: Mapping[str, Sequence[str]], loaded: LoadedRecipe) -> list[st
         if name in path:
             circle = " → ".join((*path[path.index(name) :], name))
             raise RecipeError(
-                f"{_where(loaded, name)}: layers require each other: {circle}", "take one of these out of `requires`"
+                f"{_where(loaded, name)}: layers require each other: {circle}", "remove one of these from `requires`"
             )
         if name not in done and name in graph:
             for one in sorted(graph[name]):

@@ -89,7 +89,7 @@ def _autotools(job: SourceBuild) -> None:
         else:
             raise BuildError(
                 f"{job.title}: its archive has no configure script",
-                f'say how it is built: `system = "make"` in [layers.{job.layer.name}]',
+                f'name its build system: `system = "make"` in [layers.{job.layer.name}]',
             )
     os.chmod(job.source / "configure", 0o755)
     options = [f"--prefix={PREFIX}", f"--libdir={PREFIX}/lib", "--disable-static", "--enable-shared"]
@@ -260,7 +260,7 @@ def build_wheel(job: SourceBuild) -> tuple[Path, str]:
     job.run("pip wheel", ["sh", "-c", _WITH_PATH, "sh", programs, *pip], _variables(job))
     wheels = sorted((work / "dist").glob("*.whl"))
     if len(wheels) != 1:
-        raise BuildError(f"{job.title}: pip made {len(wheels)} wheels of it, not one")
+        raise BuildError(f"{job.title}: pip built {len(wheels)} wheels of it instead of one")
     return wheels[0], (work / "python-version").read_text(encoding="ascii").strip()
 
 

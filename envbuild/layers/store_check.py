@@ -87,7 +87,7 @@ def _keep_file(path: Path, sha256: str, store: Store) -> bool:
         return True
     if matches(path.name, normalise(name), version):
         return True
-    log(f"{path}: it is {name} {version}, which has another name; it is removed and fetched again")
+    log(f"{path}: the file contains {name} {version}; removed, and fetched again")
     path.unlink(missing_ok=True)
     return False
 

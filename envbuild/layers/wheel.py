@@ -229,7 +229,7 @@ class _Wheel:
             return f"{self._scheme.site_packages}/{name}", ""
         folder = self._scheme.folder(parts[1], self._name) if len(parts) > 2 else None
         if folder is None:
-            raise BuildError(f"{self._file}: {name!r}: no such part of an installation")
+            raise BuildError(f"{self._file}: {name!r}: not a part of an installation")
         path = "/".join([folder, *parts[2:]])
         if path == f"{self._scheme.prefix}/pyvenv.cfg":
             raise BuildError(

@@ -158,7 +158,7 @@ def check_wheels(target: Target, wheels: Iterable[WheelFile]) -> None:
         if other is not None and other != target.arch:
             raise BuildError(
                 f"{name} is for {other}, and {target.name} is for {target.arch}",
-                "the lock names a wheel of another platform: make it anew with `envbuild lock`",
+                "the lock names a wheel of another platform: make it again with `envbuild lock`",
             )
         if wheel.name == "torch":
             fault = accelerator_fault(target.name, *(wheel.torch or _read_torch(wheel.path)), exact=True)

@@ -250,7 +250,7 @@ def open_database(locks: Iterable[object], table: AuditTable, now: datetime) -> 
     """
     if not table.database:
         raise UsageError(
-            "no database of vulnerabilities is named", "give --database FOLDER, or `database` in [audit] of site.toml"
+            "no vulnerability database is set", "give --database FOLDER, or `database` in [audit] of site.toml"
         )
     database = read_database(Path(table.database), {package for lock in locks for package in audited(lock)[0]})
     most = seconds(table.max_age)

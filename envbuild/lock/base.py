@@ -46,8 +46,8 @@ def builder_lock(recipe: LoadedRecipe, target: Target, sources: Sequence[SourceL
     debian = image.base == "debian"
     if not debian and not image.build_base:
         raise UsageError(
-            f"{recipe.where('image')}: [image] builds on {image.base}, which need not have compilers: "
-            f"nothing says in which image to build {', '.join(layer.name for layer in sources)}",
+            f"{recipe.where('image')}: [image] builds on {image.base}, which may lack compilers, "
+            f"and no image is set to build {', '.join(layer.name for layer in sources)}",
             "name an image of the same distribution with compilers as `build_base` in [image]",
         )
     python = any(layer.system == "wheel" for layer in sources) and recipe.recipe.environment != "conda"
@@ -98,7 +98,7 @@ def _resolve_debian(recipe: Recipe, target: Target, environment: Environment) ->
     if not suite:
         has = ", ".join(f"{python} ({name})" for python, name in known.items())
         raise LockError(
-            f"no Debian release with Python {recipe.python} is known; known are {has}",
+            f"no known Debian release has Python {recipe.python}; known are {has}",
             "choose one of these as `python`, or build on an existing image (`base` in [image])",
         )
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -154,8 +154,8 @@ def pull(base: str, digest: str | None, arch: str, environment: Environment, fol
     if (pulled := _local(base, arch, environment, folder)) is not None:
         if digest not in (None, pulled.manifest.digest):
             raise BuildError(
-                f"{base} is {pulled.manifest.digest}, locked is {digest}",
-                "lock the recipe again, or bring the image back that was locked",
+                f"{base} is {pulled.manifest.digest}, but the lock names {digest}",
+                "lock the recipe again, or restore the locked image",
             )
         return pulled
     registry = environment.registry(base)

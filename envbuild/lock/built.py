@@ -392,7 +392,7 @@ def check_used(recipe: LoadedRecipe, target: Target, built: Iterable[BuiltPackag
         if table.for_target(target.name) and normalise(name) not in known:
             raise LockError(
                 f"{recipe.where_build(normalise(name))}: nothing requires {name!r} for {target.name}",
-                "add it to `requirements`, or take it out of `build` (a table may name `targets`)",
+                "add it to `requirements`, or remove it from `build` (a table may name `targets`)",
             )
 
 

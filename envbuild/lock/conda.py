@@ -124,7 +124,7 @@ def canonical_depends(specs: Iterable[str]) -> tuple[str, ...]:
                 raise LockError(
                     f"the dependencies on {name} have two build strings, {before} and {build}; conda-lock's format"
                     " has room for one",
-                    "report it to the maintainers of the package; an older build of it may have one alone",
+                    "report it to the maintainers of the package; an older build of it may have only one",
                 )
             builds[name] = build
         else:

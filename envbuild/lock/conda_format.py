@@ -93,7 +93,7 @@ def parse(text: str, source: str) -> dict[str, CondaPart]:
     data = _load(text, source)
     metadata = data.get("metadata")
     if not isinstance(metadata, dict):
-        raise LockError(f"{source}: 'metadata' is missing or no table", _HINT)
+        raise LockError(f"{source}: 'metadata' is missing or not a table", _HINT)
     custom = metadata.get("custom_metadata")
     own = custom if isinstance(custom, dict) else {}
     version = own.get(f"{_MARK}format")
@@ -148,13 +148,13 @@ def _packages(data: Mapping[str, Any], source: str, text: str) -> dict[str, tupl
         )
     rows = data.get("package")
     if not isinstance(rows, list):
-        raise LockError(f"{source}: 'package' is missing or no list", _HINT)
+        raise LockError(f"{source}: 'package' is missing or not a list", _HINT)
     packages: dict[str, dict[str, CondaPackage]] = {}
     for index, row in enumerate(rows):
         try:
             platform, package = _package(row)
             if packages.setdefault(platform, {}).setdefault(package.name, package) is not package:
-                raise ValueError(f"{package.name} stands twice for {platform}")
+                raise ValueError(f"{package.name} is listed twice for {platform}")
         except ValueError as problem:
             where = f"{source}:{_line_of(text, index)}"
             raise LockError(f"{where}: {problem}", _HINT) from None
@@ -164,10 +164,10 @@ def _packages(data: Mapping[str, Any], source: str, text: str) -> dict[str, tupl
 def _package(row: object) -> tuple[str, CondaPackage]:
     """Return (platform, package) of one entry. Raises ValueError; its text never holds a URL's credentials."""
     if not isinstance(row, dict):
-        raise ValueError("an entry of 'package' is no table")
+        raise ValueError("an entry of 'package' is not a table")
     name, version = row.get("name"), row.get("version")
     if not isinstance(name, str) or not isinstance(version, str):
-        raise ValueError("name and version have to be texts")
+        raise ValueError("name and version must be strings")
     if row.get("manager") != "conda":
         raise ValueError(
             f"{name} is a {row.get('manager')} package: envbuild keeps what pip adds in NAME.conda.requirements.txt"
@@ -182,11 +182,11 @@ def _package(row: object) -> tuple[str, CondaPackage]:
     if "@" in url.split("/")[2] or "/t/" in url:
         raise ValueError(f"the URL of {name} holds credentials")
     if not _NAME.fullmatch(name) or not WORD.fullmatch(version):
-        raise ValueError(f"{name!r} {version!r} is no name and version of a conda package")
+        raise ValueError(f"{name!r} {version!r} are not the name and version of a conda package")
     if not isinstance(depends, dict) or not all(
         isinstance(key, str) and key and " " not in key and isinstance(value, str) for key, value in depends.items()
     ):
-        raise ValueError(f"the dependencies of {name} are no table of texts")
+        raise ValueError(f"the dependencies of {name} are not a table of strings")
     hashes: dict[str, Any] = row["hash"] if isinstance(row.get("hash"), dict) else {}
     for kind, form in _HEX.items():
         if not isinstance(hashes.get(kind), str) or not form.fullmatch(hashes[kind]):
@@ -201,14 +201,14 @@ def _package(row: object) -> tuple[str, CondaPackage]:
 def _load(text: str, source: str) -> dict[str, Any]:
     """Return the table in a YAML document. Raises LockError, with the line, when there is none."""
     if len(text) > _LIMIT:
-        raise LockError(f"{source}: {len(text) >> 20} MiB are no lock", _HINT)
+        raise LockError(f"{source}: {len(text) >> 20} MiB are too many for a lock", _HINT)
     own = read_lines(text)
     data = own
     if data is None:  # no tool writes aliases into a lock
         documents = parse_yaml(text, source, LockError, _HINT, typ="safe", aliases=0)
         data = documents[0] if len(documents) == 1 else None
     if not isinstance(data, dict):
-        raise LockError(f"{source}: no YAML table", _HINT)
+        raise LockError(f"{source}: not a YAML table", _HINT)
     return data
 
 

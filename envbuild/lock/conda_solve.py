@@ -113,7 +113,7 @@ def _from_channels(
         answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         raise HostError(
-            f"{recipe.path}: the conda solver ended without an answer ({process.ending(done.returncode)}):\n"
+            f"{recipe.path}: the conda solver ended without a result ({process.ending(done.returncode)}):\n"
             f"{hide(process.tail(done))}",
             process.KILLED if done.returncode < 0 else "is py-rattler whole? pip install --force-reinstall py-rattler",
         ) from None
@@ -202,7 +202,7 @@ def _error(
     if answer["fault"] == "channel":
         return LockError(
             f"{recipe.path}: target {target.name}: the channels cannot be read:\n{indent(text, '  ', bool)}",
-            "try again; if it stays so, the channel's index is damaged: index it again",
+            "try again; if it fails again, the channel's index is damaged: index the channel again",
         )
     channel = answer["channel"]
     refusals = [(hide(row["url"]), " ".join(hide(row["text"]).split())) for row in answer["refusals"]]
@@ -269,17 +269,17 @@ def find_conda(environment: Environment) -> str:
     if importlib.util.find_spec("conda_lock") is None:
         raise HostError(
             "--solver conda-lock: conda-lock is not installed",
-            "pip install conda-lock, or leave the option away: envbuild solves by itself",
+            "pip install conda-lock, or leave the option out to use envbuild's own solver",
         )
     named = environment.variables.get(_VARIABLE)
     for program in [named] if named else _PROGRAMS:
         if found := shutil.which(program, path=environment.variables.get("PATH")):
             return found
     if named:
-        raise HostError(f"{_VARIABLE}={named} is no program", "set it to a conda, mamba or micromamba")
+        raise HostError(f"{_VARIABLE}={named} is not a program", "set it to a conda, mamba or micromamba")
     raise HostError(
         f"--solver conda-lock needs one of {', '.join(_PROGRAMS)} on PATH",
-        f"install one, set {_VARIABLE}, or leave the option away: envbuild solves by itself",
+        f"install one, set {_VARIABLE}, or leave the option out to use envbuild's own solver",
     )
 
 
@@ -332,7 +332,7 @@ def solve_by_conda_lock(
         last = next((line for line in reversed(printed.splitlines()) if line.strip()), "")
         raise LockError(
             f"{recipe.path}: target {target.name}: conda-lock failed (exit {done.returncode}): {last}",
-            f"does it work with {program}? leave --solver away to let envbuild solve by itself",
+            f"check that it works with {program}, or leave --solver out to use envbuild's own solver",
         )
     packages = parse_packages(text, "conda-lock's result").get(conda_platform(target), ())
     if not packages:
@@ -341,7 +341,7 @@ def solve_by_conda_lock(
         for spec in _missed(asked, package):
             raise LockError(
                 f"{spec.where}: conda-lock chose {package.stem}, which is not {spec.text!r}",
-                "it takes the last of several specs for one name: make them one",
+                "conda-lock uses only the last of several specs for one name: merge them",
             )
     # conda-lock leaves out the build strings of dependencies, so the channels' records replace its own.
     records = _from_channels(recipe, target, environment, (), keep=packages, offline=offline)

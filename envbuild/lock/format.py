@@ -200,12 +200,12 @@ def parse_built(text: str) -> BuiltPackage:
     for name, wheel in row["build"].items():
         known = wheel if isinstance(wheel, list) and len(wheel) > 1 else [""]
         if not _good("name", name) or not _good("version", known[0]) or not all(_good("sha256", x) for x in known[1:]):
-            raise ValueError(f"its build wheel {name!r} is faulty")
+            raise ValueError(f"its build wheel {name!r} is invalid")
         rows.append(LockedPackage(name, known[0], tuple(known[1:])))
     texts = {key: row.get(key, "") for key in _FIELDS}
     for key, value in texts.items():
         if not _good(key, value):
-            raise ValueError(f"its {key} is faulty")
+            raise ValueError(f"its {key} is invalid")
     return BuiltPackage(build=tuple(rows), **texts)
 
 

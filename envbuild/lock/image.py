@@ -107,7 +107,7 @@ def parse_image(text: str, source: str) -> ImageLock:
         file = decode(Document(Path(source), text, data), _LockFile, error=LockError)
         base = checked(file.debian, source) if file.debian else file.oci
         if base is None or (file.debian and file.oci):
-            raise LockError(f"{source}: it wants one table, [debian] or [oci]")
+            raise LockError(f"{source}: it needs exactly one table, [debian] or [oci]")
     except LockError as error:
         raise LockError(error.message, _HINT) from None
     return ImageLock(file.recipe, file.target, file.recipe_digest, base)

@@ -59,7 +59,7 @@ def check_stack(
     bad = [finding for finding in findings if finding.status == "bad"]
     if bad:
         raise LockError(
-            f"{loaded.path}: target {target.name} is known not to work:{_lines(bad)}",
+            f"{loaded.path}: target {target.name} cannot work:{_lines(bad)}",
             f"`envbuild check {recipe.name} --target {target.name}` shows all reasons with their sources",
         )
     for finding in findings:

@@ -320,14 +320,15 @@ def bound_indexes(
         if index not in known:
             raise LockError(
                 f"{recipe.where('indexes', project)}: this site has no index {index!r}{nearest(index, known)}",
-                f'name its URL in site.toml, [indexes] {index} = "https://…"; named are {", ".join(known) or "none"}',
+                f'name its URL in site.toml, [indexes] {index} = "https://…"; '
+                f"the site names {', '.join(known) or 'none'}",
             )
         urls, reasons = reachable([known[index]], environment, offline)
         if offline and not urls:  # uv says what it lacks
             urls = [known[index]]
         if not urls:
             raise LockError(
-                f"{recipe.where('indexes', project)}: {project} comes from {index!r} alone: {reasons[0]}",
+                f"{recipe.where('indexes', project)}: {project} may come only from {index!r}: {reasons[0]}",
                 "run it where this index is reached, or name a mirror of it in site.toml",
             )
         bound[normalise(project)] = urls[0]
@@ -340,7 +341,7 @@ def check_bound(recipe: LoadedRecipe, packages: Iterable[LockedPackage | BuiltPa
     for project in recipe.recipe.indexes if not offers.environment.pip.no_index else ():
         if normalise(project) in loose:
             raise LockError(
-                f"{recipe.where('indexes', project)}: {project} is not bound: only other packages require it",
+                f"{recipe.where('indexes', project)}: {project} is not bound to it: only other packages require it",
                 f"add {project!r} to `requirements` of the recipe, the target or [conda], wherever it is missing",
             )
 

@@ -178,7 +178,7 @@ def check_override(recipe: LoadedRecipe, target: Target, pinned: Lock) -> None:
         what = f"torch=={torch} brings no {name}" if torch else f"nothing here depends on {name}"
         raise LockError(
             f"{where}: NCCL {wanted} cannot replace anything for {target.name}: {what}",
-            "NCCL is inside that wheel or the base image; choose a torch that pins it, or take [layers.nccl] out",
+            "NCCL is inside that wheel or the base image; choose a torch that pins it, or remove [layers.nccl]",
         )
     try:
         older = Version(wanted) < Version(own)

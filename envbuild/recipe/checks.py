@@ -110,7 +110,7 @@ def _url(name: str, parts: SplitResult) -> DirectReference:
     reference = DirectReference(name, "url", urlunsplit(parts._replace(fragment="")), sha256=sha256)
     _check_file(reference)
     if not re.fullmatch("[0-9a-f]{64}", sha256):
-        raise ValueError("its URL has no sha256, so that nothing says which file is meant: append #sha256=HEX")
+        raise ValueError("its URL has no sha256, so its content is not pinned: append #sha256=HEX")
     return reference
 
 

@@ -64,7 +64,7 @@ def default_recipe() -> Path:
     if not own or folder.resolve() == shipped_folder().resolve():
         return shipped_folder() / _DEFAULT / FILE_NAME
     if len(own) > 1:
-        raise UsageError(f"no recipe is named, and {folder} has {len(own)}: {', '.join(own)}", "name one of them")
+        raise UsageError(f"name a recipe: {folder} has {len(own)}: {', '.join(own)}", "name one of them")
     return next(iter(own.values()))
 
 
@@ -90,8 +90,8 @@ def find_recipe(name_or_path: str, folders: Sequence[Path]) -> Path:
     if name_or_path and os.path.isfile(name_or_path):
         source = shlex.quote(name_or_path)
         raise UsageError(
-            f"{name_or_path} is a file, where the name or folder of a recipe is expected",
-            f"make a recipe of it: `envbuild init --from {source}`; `envbuild venv --from {source}` builds it, too",
+            f"{name_or_path} is a file, not the name or folder of a recipe",
+            f"make a recipe from it: `envbuild init --from {source}`; `envbuild venv --from {source}` builds it, too",
         )
     raise UsageError(
         f"there is no recipe {name_or_path!r}{nearest(name_or_path, recipe_files(folders))}",
@@ -105,8 +105,8 @@ def check_own(loaded: LoadedRecipe) -> None:
     project = project_folder() / "recipes"
     if shipped in loaded.path.resolve().parents and project.resolve() != shipped:
         raise UsageError(
-            f"the recipe {name} comes with envbuild, and is not edited",
-            f"make a recipe of your files (envbuild init --from FILE), or copy this one: mkdir -p {project} && "
+            f"the recipe {name} is part of envbuild and cannot be edited",
+            f"make a recipe from your files (envbuild init --from FILE), or copy this one: mkdir -p {project} && "
             f"cp -r {shlex.quote(str(loaded.folder))} {project}",
         )
 

@@ -290,8 +290,8 @@ def _script_of(settings: VerifySettings, document: Document) -> tuple[Path, str]
         raise RecipeError(f"{where}: {path} is not UTF-8: {error.reason} at byte {error.start}") from error
     if len(text) > _MOST_SCRIPT:
         raise RecipeError(
-            f"{where}: {path} has {len(text)} characters, and at most {_MOST_SCRIPT} are kept in an artifact",
-            "install it as [project], and start it by `command`",
+            f"{where}: {path} has {len(text)} characters; an artifact keeps at most {_MOST_SCRIPT}",
+            "install it as [project], and start it with `command`",
         )
     return path, text
 

@@ -111,9 +111,9 @@ def read_receipt_of(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", advice) from None
     except ValueError as error:
-        raise UsageError(f"{path} is no receipt: it is not JSON: {error}", advice) from None
+        raise UsageError(f"{path} is not a receipt: it is not JSON: {error}", advice) from None
     if not is_receipt(found):
-        raise UsageError(f"{path} is no receipt: it has no `passed` and `checks`", advice)
+        raise UsageError(f"{path} is not a receipt: it has no `passed` and `checks`", advice)
     loaded: dict[str, Any] = found
     return loaded
 

@@ -194,9 +194,9 @@ def _mistake(error: Exception) -> tuple[int, str]:
         case configparser.MissingSectionHeaderError():
             return error.lineno, "an option before any [section]"
         case configparser.DuplicateSectionError():
-            return error.lineno or 1, f"section [{error.section}] stands twice"
+            return error.lineno or 1, f"section [{error.section}] is given twice"
         case configparser.DuplicateOptionError():
-            return error.lineno or 1, f"option {error.option!r} stands twice in [{error.section}]"
+            return error.lineno or 1, f"option {error.option!r} is given twice in [{error.section}]"
         case configparser.ParsingError():
             return error.errors[0][0], "neither [section] nor `option = value`"
     return 1, type(error).__name__

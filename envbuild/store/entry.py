@@ -187,7 +187,7 @@ def read_entry(raw: bytes, entry: CacheEntry, signers: Sequence[Key] = ()) -> tu
         seconds = float(annotations[_SECONDS])
         bundle = annotations.get(_SIGNATURE)
     except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise ValueError(f"its manifest has another form: {error!r:.80}") from error
+        raise ValueError(f"its manifest is invalid: {error!r:.80}") from error
     blobs = [file for file in files.values() if file.name == f"blobs/sha256/{file.digest.partition(':')[2]}"]
     if files.keys() != {*entry.files, *(blob.name for blob in blobs)} or len(files) != len(found["layers"]):
         raise ValueError("it has other files")
@@ -205,7 +205,7 @@ def _read_file(row: Mapping[str, Any]) -> EntryFile:
         raise ValueError("a file without digest or size")
     content = None if data is None else base64.b64decode(data, validate=True)
     if content is not None and (len(content), digest_of(content)) != (size, digest):
-        raise ValueError("a file with another digest")
+        raise ValueError("a file whose digest does not match")
     return EntryFile(str(row["annotations"][_TITLE]), digest, size, content)
 
 
@@ -221,4 +221,4 @@ def _check_signature(bundle: Any, entry: CacheEntry, files: Sequence[EntryFile],
     rows = {row["name"]: row["digest"] for row in found["subject"]}
     same = rows == {row["name"]: row["digest"] for row in told["subject"]} and len(rows) == len(found["subject"])
     if not same or (found["predicateType"], found["predicate"]) != (told["predicateType"], told["predicate"]):
-        raise ValueError("its signature is of another entry")
+        raise ValueError("its signature belongs to another entry")

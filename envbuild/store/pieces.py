@@ -138,7 +138,7 @@ def read_manifest(raw: bytes, where: str) -> tuple[Descriptor, list[Descriptor]]
         if found.get("artifactType") != ARTIFACT:
             raise BuildError(
                 f"{where}: no artifact that `envbuild push` wrote",
-                f"of a container image, make a file: envbuild enroot --from docker://{where}",
+                f"to use a container image, convert it: envbuild enroot --from docker://{where}",
             )
         config, *blobs = [
             Descriptor(str(row["mediaType"]), row["digest"], row["size"]) for row in (found["config"], *found["layers"])
@@ -149,7 +149,7 @@ def read_manifest(raw: bytes, where: str) -> tuple[Descriptor, list[Descriptor]]
         ):
             raise ValueError("a digest or a size")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BuildError(f"{where}: its manifest cannot be understood: {error!r:.80}") from error
+        raise BuildError(f"{where}: invalid manifest: {error!r:.80}") from error
     return config, blobs
 
 
@@ -169,11 +169,11 @@ def read_pieces(data: bytes, blobs: Sequence[Descriptor], where: str) -> FilePie
         for digest, _, count in pieces:
             taken[digest] += count
         if any(count > sizes[digest] for digest, count in taken.items()):
-            raise ValueError("it repeats pieces of a blob")
+            raise ValueError("it lists a piece of a blob twice")
         if taken.total() != found["size"]:
-            raise ValueError("the pieces have another size than the file")
+            raise ValueError("the sizes of the pieces do not add up to the size of the file")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BuildError(f"{where}: its configuration cannot be understood: {error!r:.80}") from error
+        raise BuildError(f"{where}: invalid configuration: {error!r:.80}") from error
     return FilePieces(**names, size=found["size"], pieces=pieces)
 
 
@@ -188,7 +188,7 @@ def compose(file: FilePieces, places: Mapping[str, Path], out: BinaryIO, on_prog
             try:
                 copy_span(streams[digest].fileno(), out.fileno(), start, position, count, on_progress)
             except EOFError:
-                raise BuildError(f"{places[digest]}: cut short", "run it again: it is fetched again") from None
+                raise BuildError(f"{places[digest]}: cut short", "run the command again to fetch it again") from None
             position += count
     finally:
         for stream in streams.values():

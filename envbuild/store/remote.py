@@ -171,7 +171,7 @@ class RemoteCache:
         return transfer, self._downloading.submit(self._fetch, entry, transfer)
 
     def refuse(self, entry: CacheEntry, why: str = "its files are damaged or those of another entry") -> None:
-        log(f"the cache's {entry.tag} is refused: {why}; it is made here")
+        log(f"the cache's {entry.tag} is refused: {why}; building it here")
         with self._lock:
             self.use.refused += 1
 
@@ -317,7 +317,7 @@ class RemoteCache:
             said = before < _FAILURES <= self._failures
         if said:
             name, why = self.registry.reference.name, str(error).partition("\n")[0]
-            log(f"the cache {name} is left out of this run, and what is missing is made here: {why}")
+            log(f"the cache {name} is not used in this run; missing entries are built here: {why}")
 
 
 def _entry_file(name: str, path: Path, store: Store) -> EntryFile:
@@ -344,7 +344,7 @@ def cache_of(site: Site, env: Mapping[str, str]) -> tuple[str, str]:
     url, mode = env.get(_URL, site.cache), env.get(_MODE, site.cache_mode)
     if not re.fullmatch(CACHE, url):  # never repeated: it may hold a password
         raise UsageError(
-            f"{_URL}: no repository of a registry", "such as oci://registry.example.org/team/cache, without a tag"
+            f"{_URL}: not a repository of a registry", "such as oci://registry.example.org/team/cache, without a tag"
         )
     if mode not in _MODES:
         raise UsageError(f"{_MODE}={mode}: expected one of {', '.join(_MODES)}")
@@ -447,8 +447,8 @@ def pull_recipe(remote: RemoteCache, recipe: str) -> tuple[int, int]:
     entries = list(_listed(remote.store, named)) if remote.bring(named) else []
     if not entries:
         raise BuildError(
-            f"the cache {remote.registry.reference.name} has nothing of {recipe}",
-            f"where builds have used it: envbuild cache push {recipe}",
+            f"the cache {remote.registry.reference.name} has no entry of {recipe}",
+            f"on a host that has built it, run: envbuild cache push {recipe}",
         )
     cache_entries = [
         entry for entry in entries if entry.kind == "built" or not (remote.store.root / entry.files[-1]).exists()

@@ -151,9 +151,7 @@ class Store:
         `name` may come from an untrusted source. Raises BuildError if it is not a file name.
         """
         if not is_file_name(name):
-            raise BuildError(
-                f"{name!r:.80} is no name of a file that the store keeps", "get the file from another source"
-            )
+            raise BuildError(f"{name!r:.80} is not a valid file name for the store", "get the file from another source")
         place = self.folder(kind, sha256) / name
         try:
             os.replace(temporary, place)

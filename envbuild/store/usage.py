@@ -275,5 +275,5 @@ def limit(store: Store, most: int) -> None:
         if removal.removed:
             log(
                 f"the store had more than the site's limit of {human_size(most)}: {len(removal.removed)} items, "
-                f"{human_size(sum(item.size for item in removal.removed))}, are removed, unused for longest"
+                f"{human_size(sum(item.size for item in removal.removed))}, removed, the least recently used ones"
             )

@@ -102,12 +102,12 @@ def opened(bundle: bytes, keys: Sequence[Key]) -> tuple[dict[str, Any], Key | No
         if found["_type"] != STATEMENT or not isinstance(found["predicateType"], str):
             raise ValueError(f"its statement is {found['_type']!r:.80}")
         if not isinstance(found["predicate"], dict):
-            raise ValueError("its predicate is no object")
+            raise ValueError("its predicate is not an object")
         for row in found["subject"]:
             if not isinstance(row["digest"]["sha256"], str):
                 raise ValueError("a subject without sha256")
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"its form is another one: {error!r:.80}") from error
+        raise ValueError(f"it is invalid: {error!r:.80}") from error
     told = Envelope(payload, PAYLOAD, {}).pae()
     by = next((key for key in keys for signature in signatures if _signed(key, signature, told)), None)
     statement: dict[str, Any] = found

@@ -104,10 +104,12 @@ def _public(path: Path) -> Ed25519PublicKey | EllipticCurvePublicKey:
         data = read_regular(path)
         ssh = data.startswith((b"ssh-", b"ecdsa-"))
         if len(data.strip().splitlines()) > 1 if ssh else data.count(b"-----BEGIN") > 1:
-            raise UsageError(f"{path}: several keys, and only the first one would count", "give each a file of its own")
+            raise UsageError(
+                f"{path}: it contains several keys, and only the first would be used", "give each a file of its own"
+            )
         if ssh and b"-cert-" in data.split()[0]:
             raise UsageError(
-                f"{path}: a certificate of OpenSSH, whose time and names nobody would check",
+                f"{path}: an OpenSSH certificate; envbuild cannot check its validity period and principals",
                 "name the public key alone",
             )
         key = (load_ssh_public_key if ssh else load_pem_public_key)(data)
@@ -150,19 +152,19 @@ class AgentSigner(Signer):
         answer = self._asked(bytes([_SIGN_REQUEST]) + _string(self._blob) + _string(payload) + bytes(4))
         try:
             if answer[0] != _SIGN_RESPONSE:
-                raise UsageError("the ssh-agent does not sign with this key", _AGENT_HINT)
+                raise UsageError("the ssh-agent refused to sign with this key", _AGENT_HINT)
             _, found = _strings(_strings(answer[1:])[0])
             if not self._raw:
                 r, s = (int.from_bytes(string, "big") for string in _strings(found))
                 found = encode_dss_signature(r, s)
         except (IndexError, ValueError) as error:
-            raise UsageError(f"the ssh-agent's answer cannot be understood: {error}") from error
+            raise UsageError(f"the ssh-agent sent an invalid answer: {error}") from error
         return Signature(self._key.keyid, found.hex())
 
     def _asked(self, message: bytes) -> bytes:
         if len(message) > _MOST_MESSAGE:
             raise UsageError(
-                f"what is to be signed has {len(message)} bytes, and an ssh-agent takes {_MOST_MESSAGE}",
+                f"the message to sign has {len(message)} bytes; an ssh-agent accepts {_MOST_MESSAGE}",
                 "use a key in a file, or leave out --with sbom",
             )
         place = self._env.get("SSH_AUTH_SOCK")
@@ -218,14 +220,14 @@ def keyless_signer(config: str, env: Mapping[str, str]) -> Iterator[tuple[str, C
         token = env.get(_TOKEN) or detect_credential()
         if not token:
             raise UsageError(
-                "nothing tells the identity of this process",
+                "the identity of this process is unknown",
                 f"sign in a CI that gives its jobs a token (GitHub: permissions: id-token: write), or set {_TOKEN}",
             )
         identity = IdentityToken(token)
         with SigningContext.from_trust_config(_config(config, offline=False)).signer(identity) as signer:
             yield identity.identity, lambda payload: signer.sign_dsse(Statement(payload)).to_json().encode()
     except (Error, IdentityError, OSError) as error:  # requests' are OSErrors
-        raise UsageError(f"Sigstore does not sign: {error}", "see its status, or use a key: --key FILE") from error
+        raise UsageError(f"Sigstore refused to sign: {error}", "see its status, or use a key: --key FILE") from error
 
 
 def signed_by(bundle: bytes, statement: Mapping[str, Any], identities: Sequence[str], config: str) -> str:

@@ -115,7 +115,7 @@ def check_recipe(artifact: Path, told: object, trust: TrustTable, names: Sequenc
             raise VerificationError(
                 f"{names[0] if names else artifact} is not trusted: it is of the recipe {found!r:.80}, and "
                 f"{why} {f'{name} = ' if name else ''}{one!r}",
-                "something else that is signed took its place: ask whoever moved the tag or wrote the file",
+                "another signed artifact has replaced it: ask whoever moved the tag or wrote the file",
             )
 
 
@@ -151,7 +151,7 @@ def _judged(
     if told["passed"] is not True:
         raise _refused(artifact, "its verification did not pass")
     if (told.get("settings") or {}).get("quick"):
-        raise _refused(artifact, "it was verified by --verify quick alone")
+        raise _refused(artifact, "it was verified with --verify quick only")
     if missing := _missing(told, trust.checks):
         raise _refused(artifact, f"its receipt lacks checks that passed: {', '.join(missing)}")
     try:

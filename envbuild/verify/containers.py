@@ -185,7 +185,7 @@ class ContainerNodes:
             text = (err or out or b"").decode(errors="replace").strip()
             raise VerificationError(
                 f"{command[0]} failed in the container (exit {code}):\n  {text[-2000:]}",
-                "the image lacks what verification runs in it; see the message above",
+                "the image lacks a program that verification needs; see the message above",
             )
         return (out or b"").decode(errors="replace")
 

@@ -135,7 +135,7 @@ def fit_to_gpus(settings: VerifySettings, env: Mapping[str, str], accelerator: A
     wanted = settings.nproc_per_node
     if not 0 < gpus < wanted:
         return settings
-    log(f"{wanted} ranks per node were asked for, and this host has fewer GPUs: training with {gpus} per node")
+    log(f"{wanted} ranks per node were requested, but this host has fewer GPUs: training with {gpus} per node")
     return replace(settings, nproc_per_node=gpus, wanted_nproc_per_node=wanted)
 
 

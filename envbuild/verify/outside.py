@@ -134,7 +134,7 @@ class ImageFiles:
         """Add `path` as another name of the file `first`."""
         row = self.rows.get(first)
         if row is None:
-            raise BuildError(f"/{path}: a hard link to /{first}, which is not there")
+            raise BuildError(f"/{path}: a hard link to /{first}, which is missing")
         self.rows[path] = row
         kept: tuple[dict[str, Any], ...] = (self.heads, self.texts, self.codes, self.elfs)
         for known in kept:

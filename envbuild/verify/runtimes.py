@@ -145,7 +145,7 @@ def _open(image: ImageFile, way: str, environment: Environment, work: Path) -> I
         try:
             keeper = stack.enter_context(_keeper(spec_of(image, way, folder, work, environment), environment))
         except WayUnavailable as error:
-            raise HostError(f"{image.path} cannot be launched any longer: {error}") from None
+            raise HostError(f"{image.path} can no longer be launched: {error}") from None
         enter, variables = [*START, "enter", str(keeper), image.format], passed(environment.variables)
         yield lambda program, arguments, extra: ([*enter, program, *arguments], {**variables, **extra})
 
@@ -228,12 +228,12 @@ def forbidden(why: str, proc: Path = Path("/proc/sys")) -> HostError:
     ways = "install apptainer or enroot, verify on a node that allows it, or build with --no-verify"
     if not found:
         return HostError(
-            f"this host does not let us launch an image without a runtime: {why}",
-            f"a container around us may forbid it (its seccomp profile or missing capabilities); {ways}",
+            f"this host cannot launch an image without a runtime: {why}",
+            f"a surrounding container may forbid it (its seccomp profile or missing capabilities); {ways}",
         )
     settings, orders = zip(*found, strict=True)
     return HostError(
-        f"this host forbids to launch an image without a runtime: {' and '.join(settings)} ({why})",
+        f"this host forbids launching an image without a runtime: {' and '.join(settings)} ({why})",
         f"let the administrator run `sysctl -w {' '.join(orders)}`, run as root, or {ways}",
     )
 
@@ -352,7 +352,7 @@ def choose(kind: str, wanted: str | None, variables: Mapping[str, str]) -> tuple
     `wanted` is one of `names()`, None for the best. Raises UsageError for an unsuitable one, HostError without it.
     """
     if wanted is not None and wanted not in names():
-        raise UsageError(f"no runtime is called {wanted!r}", f"one of {', '.join(names())}")
+        raise UsageError(f"unknown runtime {wanted!r}", f"one of {', '.join(names())}")
     suitable = {name: row for name, row in RUNTIMES.items() if kind in row.kinds}
     if wanted in RUNTIMES and wanted not in suitable:
         raise UsageError(
@@ -464,7 +464,7 @@ def _open_apptainer(
 ) -> Iterator[Launch]:
     if set(str(work)) & set(':,"\\'):
         raise HostError(
-            f"Apptainer cannot bind the folder {work}: its name has a character with a meaning",
+            f"Apptainer cannot bind the folder {work}: its path has a character that Apptainer interprets",
             'set TMPDIR to a folder without : , " and \\ in its path',
         )
     inside = passed(environment.variables)

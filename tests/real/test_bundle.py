@@ -112,7 +112,7 @@ def test_a_folder_of_something_else_is_not_touched(bundle: tuple[Command, Path],
     (tmp_path / "thesis.tex").write_text("mine")
     for place in (tmp_path, tmp_path / "thesis.tex"):
         done = command("bundle", "pt_minimal", "--out", place)
-        assert done.returncode == 2 and "no bundle" in done.stderr, done.stderr
+        assert done.returncode == 2 and "not a bundle" in done.stderr, done.stderr
     assert os.listdir(tmp_path) == ["thesis.tex"]
     assert (tmp_path / "thesis.tex").read_text() == "mine"
 

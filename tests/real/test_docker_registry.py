@@ -132,7 +132,7 @@ def attested_for_others(command: Command, image: str) -> None:
     assert f'image: "{image}"' in colleague(*job).stdout
     (folder / "site.toml").write_text(site.replace("ci.pub", "other.pub"))
     refused = colleague("trust", image)
-    assert refused.returncode == 5 and "no signer of the site has attached" in refused.stderr, refused.stderr
+    assert refused.returncode == 5 and "it has no receipt attested by a signer" in refused.stderr, refused.stderr
 
 
 def test_a_base_that_moved_is_still_built_as_locked(

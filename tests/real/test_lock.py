@@ -315,7 +315,7 @@ def test_a_binding_without_effect_is_an_error(lab: Command, internal_and_public:
     first, second = "[targets.cpu-x86_64]\n", '[targets.cpu-aarch64]\nrequirements = ["mypkg"]\n'
     for index, target, said in [
         ("internl", "cpu-aarch64", "this site has no index 'internl'; did you mean 'internal'?"),
-        ("internal", "cpu-x86_64", "mypkg is not bound: only other packages require it"),
+        ("internal", "cpu-x86_64", "mypkg is not bound to it: only other packages require it"),
     ]:
         extra = f'[indexes]\nmypkg = "{index}"\n'
         make_recipe(lab.folder / "recipes", "r", ["around"], extra=extra, targets=first + second)
@@ -323,7 +323,7 @@ def test_a_binding_without_effect_is_an_error(lab: Command, internal_and_public:
         assert done.returncode == 3 and f"recipe.toml:6:1: {said}" in done.stderr, done.stderr
     (lab.folder / "site.toml").write_text('[indexes]\ninternal = "http://127.0.0.1:9/simple"\n')
     done = lab("lock", "r", "--wheels", "--target", "cpu-aarch64")
-    assert done.returncode == 3 and "mypkg comes from 'internal' alone" in done.stderr and "refused" in done.stderr
+    assert done.returncode == 3 and "mypkg may come only from 'internal'" in done.stderr and "refused" in done.stderr
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ def test_the_tutorial_word_for_word(cluster: Cluster, session_store: Path) -> No
     text = re.sub(r"^#? *partition = .*$", 'partition = "main"', site.read_text(), flags=re.MULTILINE)
     site.write_text(re.sub(r"^#? *shared = .*$", f'shared = "{folder}"', text, flags=re.MULTILINE))
     refused = on_the_cluster(submit)
-    assert refused.returncode == 5 and "was verified by --verify quick alone" in refused.stderr, refused.stderr
+    assert refused.returncode == 5 and "was verified with --verify quick only" in refused.stderr, refused.stderr
     run(exported, full)
     assert not json.loads(receipt.read_text())["settings"]["quick"]
     done = on_the_cluster(look)

@@ -215,7 +215,7 @@ def test_pods_ask_for_amd_s_resource() -> None:
     text = render_kubernetes(plan)
     assert text.count("amd.com/gpu") >= 2 and "nvidia.com" not in text
     site = replace(GPUS, kubernetes=replace(GPUS.kubernetes, resources={"amd.com/gpu": "8"}))
-    with pytest.raises(UsageError, match=r"amd.com/gpu is asked for by \[node\] gpus"):
+    with pytest.raises(UsageError, match=r"\[node\] gpus already requests amd.com/gpu"):
         render_kubernetes(replace(plan, site=site))
 
 

@@ -116,7 +116,7 @@ def test_what_does_not_concern_a_site_is_told_apart(database: AuditTable) -> Non
 
 def test_what_cannot_be_looked_up_is_not_said_to_be_good(database: AuditTable, tmp_path: Path) -> None:
     lock = wheels(jinja2="3.1.3")
-    with pytest.raises(UsageError, match="no database"):
+    with pytest.raises(UsageError, match="no vulnerability database"):
         audit([lock], AuditTable(), NOW)
     with pytest.raises(VerificationError, match=r"PyPI/all.zip is too old: its newest record is of 2026-11-20"):
         audit([lock], database, NOW + timedelta(days=11))

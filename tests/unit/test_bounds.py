@@ -332,7 +332,7 @@ def wheel_lock() -> None:
 
 
 def conda_lock_of_lines() -> None:
-    with pytest.raises(LockError, match="11 MiB are no lock"):
+    with pytest.raises(LockError, match="11 MiB are too many for a lock"):
         conda_format.parse("a:\n" + '- ""\n' * (9 << 20 >> 2), "lab")
 
 

@@ -69,7 +69,7 @@ def receipt(place: Path, **artifact: str) -> None:
 
 
 def test_a_recipe_means_its_artifact_by_name_by_path_and_as_the_default(project: Path) -> None:
-    with pytest.raises(UsageError, match=r"nothing is built of recipe 'mine' in build/mine") as caught:
+    with pytest.raises(UsageError, match=r"found no artifact of recipe 'mine' in build/mine") as caught:
         find_built("mine", FOLDERS)
     assert "(`envbuild venv mine`)" in (caught.value.hint or "")  # it has no [conda]
     built(project / f"build/mine/{HERE}/venv")
@@ -113,7 +113,7 @@ def test_several_recipes_are_no_default_and_none_is_pt_cpu(project: Path, monkey
     done = CliRunner().invoke(cli, ["conda"])
     assert isinstance(done.exception, UsageError) and "recipe mine has no [conda]" in done.exception.message
     own_recipe(project, "other")
-    with pytest.raises(UsageError, match="no recipe is named, and recipes has 2: mine, other"):
+    with pytest.raises(UsageError, match="name a recipe: recipes has 2: mine, other"):
         default_recipe()
     (project.parent / "empty/recipes").mkdir(parents=True)
     monkeypatch.chdir(project.parent / "empty")
@@ -138,7 +138,7 @@ def test_several_artifacts_are_listed_unless_one_kind_is_preferred(project: Path
     receipt(top / "docker", path="mine:1")
     with pytest.raises(UsageError) as caught:
         find_built("mine", ALL)
-    assert caught.value.message.startswith("3 artifacts of recipe 'mine' are here: ")
+    assert caught.value.message.startswith("3 artifacts of recipe 'mine' match: ")
     for name in ("venv", "docker.receipt.json", "mine.sqsh"):
         assert f"build/mine/{HERE}/{name}" in caught.value.message
     for kinds, name in ((("enroot", "venv"), "mine.sqsh"), (("venv", "enroot"), "venv")):
@@ -197,7 +197,9 @@ def test_an_environment_of_another_lock_is_refused_with_the_command(project: Pat
         assert isinstance(done.exception, LockError), (command, done.output)
     recipe.write_text(before)
     (place / "envbuild.json").write_text(artifacts.state(recipe="mine", lock_digest="sha256:old"))
-    with pytest.raises(LockError, match=r"was built before .*requirements.txt changed, and has other packages"):
+    with pytest.raises(
+        LockError, match=r"was built before .*requirements.txt changed: its packages differ from the lock"
+    ):
         open_artifact("mine", FOLDERS, None, unverified=True, locked=True)
     (project / f"recipes/mine/{HERE}.requirements.txt").unlink()
     with pytest.raises(LockError, match="no lock for this target yet"):
@@ -212,7 +214,7 @@ def test_the_lock_of_a_recipe_that_is_not_here_cannot_be_compared(
     found = find_built("gone", FOLDERS)
     assert found is not None
     check_lock(found, "sha256:x")
-    assert "no recipe gone is here to compare its lock with" in capsys.readouterr().err
+    assert "cannot compare it with its lock: recipe gone was not found" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -229,7 +231,7 @@ def test_commands_that_run_take_the_default_recipe(project: Path, line: str) -> 
     (project / "train.py").touch()
     done = CliRunner().invoke(cli, line.split())
     assert isinstance(done.exception, UsageError), done.output
-    assert done.exception.message.startswith("nothing is built of recipe 'mine' in build/mine"), done.exception.message
+    assert done.exception.message.startswith("found no artifact of recipe 'mine' in build/mine"), done.exception.message
 
 
 def test_the_locks_of_all_pythons_of_a_target_count(project: Path) -> None:
@@ -269,11 +271,11 @@ def test_a_conda_environment_has_the_conda_lock(project: Path) -> None:
         open_artifact("mine", FOLDERS, None, unverified=True, locked=True)
     assert f"`envbuild conda mine --target {HERE}`" in (caught.value.hint or "")
     recipe.write_text(before)
-    with pytest.raises(LockError, match="its recipe has none any more"):
+    with pytest.raises(LockError, match="its recipe no longer has any"):
         open_artifact("mine", FOLDERS, None, unverified=True, locked=True)
 
 
 def test_a_target_that_the_recipe_has_no_more_is_refused(project: Path) -> None:
     built(project / "build/mine/cu126-x86_64/venv", target="cu126-x86_64")
-    with pytest.raises(LockError, match="cu126-x86_64, which its recipe has no more"):
+    with pytest.raises(LockError, match="cu126-x86_64, a target that its recipe no longer has"):
         open_artifact("mine", FOLDERS, None, unverified=True, locked=True)

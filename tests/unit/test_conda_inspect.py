@@ -432,4 +432,4 @@ def test_a_recipe_is_shown_and_built_by_ci_as_far_as_it_is_locked(tmp_path: Path
     assert json.loads(done.stdout) == []  # nothing is locked: each job could only fail
     assert "no conda lock for this target yet" in done.stderr
     done = run("matrix", path, "--artifact", "venv", store=store)
-    assert ("no requirements, so there is no venv" in done.stderr) is not bool(requirements)
+    assert ("no requirements; it cannot be a venv" in done.stderr) is not bool(requirements)

@@ -143,7 +143,7 @@ def test_a_package_that_stands_twice_is_refused_at_its_line() -> None:
     text = render([PART])
     entry = text[text.index("- name: ") :]
     line = text.count("\n") + 1
-    with pytest.raises(LockError, match=rf"^x:{line}: numpy stands twice for linux-64"):
+    with pytest.raises(LockError, match=rf"^x:{line}: numpy is listed twice for linux-64"):
         parse(text + entry, "x")
 
 

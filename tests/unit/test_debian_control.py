@@ -119,7 +119,7 @@ def test_a_control_file_keeps_continuations_and_names_without_case() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("A: 1\na: 2", "line 2: the field a stands twice"), ("A: 1\nnothing", "line 2: neither")]
+    ("text", "message"), [("A: 1\na: 2", "line 2: the field a is given twice"), ("A: 1\nnothing", "line 2: neither")]
 )
 def test_a_faulty_control_file_names_its_line(text: str, message: str) -> None:
     with pytest.raises(LockError, match=message):

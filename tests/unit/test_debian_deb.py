@@ -95,7 +95,7 @@ GOOD = deb("demo", [info("./"), ("./usr/file", bytes(range(256)) * 4000)])
         (ar({"debian-binary": b"2.0\n", "control.tar.lzma": b""}), "compressed in a way"),
         (ar({"debian-binary": b"2.0\n", "control.tar": tar([("control", b"nonsense\n")])}), "neither `Field"),
         (deb("else", []), "its control file is of 'else'"),
-        (deb("demo", [], extra="Package: demo\n"), "stands twice"),
+        (deb("demo", [], extra="Package: demo\n"), "given twice"),
         (deb("demo", [], conffiles="/../etc/passwd\n"), "holds the path"),
     ],
 )
@@ -208,7 +208,7 @@ def test_packages_that_do_not_fit_together_are_named(tmp_path: Path, one: Items,
 def test_a_package_that_is_not_the_locked_one_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, deb("demo", [], version="2", arch="arm64"))
     locked = LockedDeb("demo", "1", "amd64", "pool/demo.deb", "0" * 64, 1)
-    with pytest.raises(BuildError, match=r"holds demo 2 \(arm64\), but demo 1 \(amd64\) is locked"):
+    with pytest.raises(BuildError, match=r"holds demo 2 \(arm64\), but the lock names demo 1 \(amd64\)"):
         list(debian_tree([(locked, path)], 0))
 
 

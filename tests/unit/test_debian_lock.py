@@ -57,7 +57,7 @@ DEB = {
         ({"date": "yesterday"}, "'date': 'yesterday' does not match"),
         ({"package": []}, "'package': expected at least 1, got 0"),
         ({"package": [3]}, r"'package\[0\]': expected a table"),
-        ({"package": [DEB, DEB]}, "lib stands twice or out of order"),
+        ({"package": [DEB, DEB]}, "lib is listed twice or out of order"),
         ({"package": [DEB, DEB | {"name": "lic", "arch": "arm64"}]}, "several architectures: amd64, arm64"),
         ({"url": "http://mirror.example"}, "unknown key 'url'"),
         ({"package": [DEB | {"url": "x"}]}, r"unknown key 'url' in \[package.0\]"),
@@ -165,5 +165,5 @@ def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
 def test_the_defaults_are_whole_and_an_unknown_suite_is_said() -> None:
     assert {"bash", "dash", "python3.11-minimal"} <= set(default_packages("bookworm"))
     assert not set(default_packages("trixie")) & set(default_without())
-    with pytest.raises(RecipeError, match="'potato' is not known here; bookworm and trixie are"):
+    with pytest.raises(RecipeError, match="'potato'; known are bookworm and trixie"):
         default_packages("potato")

@@ -154,7 +154,7 @@ def in_the_future(mirror: Mirror) -> None:
         (changed, "InRelease: the signature by .* does not fit the content"),
         (cut, "InRelease: "),
         (by_another, "InRelease: signed by unknown keys alone"),
-        (another_suite, "the server sends bookworm-updates instead"),
+        (another_suite, "the server sent bookworm-updates instead"),
         (list_changed, "Packages.xz has sha256:.* but the signed Release says"),
         (gone, "not there"),
         (undated, "the Release file has no SHA256"),
@@ -250,5 +250,5 @@ def test_the_shipped_keys_are_public_and_in_force() -> None:
 def test_suite_names_are_taken_as_well_as_codenames() -> None:
     text = release_text("bookworm", {"x": b""}, Suite="oldstable")
     assert read_release(text, DebianSuite("file:///x", "oldstable")).files
-    with pytest.raises(LockError, match="sends bookworm or oldstable instead"):
+    with pytest.raises(LockError, match="sent bookworm or oldstable instead"):
         read_release(text, DebianSuite("file:///x", "trixie"))

@@ -56,7 +56,7 @@ def test_every_fabric_of_recipes_is_known_and_every_value_has_its_source() -> No
         for row in fabric.rows:
             assert row.source.startswith("https://") and row.why
             assert re.fullmatch(r"20\d\d-\d\d-\d\d", row.date)
-    with pytest.raises(UsageError, match="no fabric is called 'roce'; known are any"):
+    with pytest.raises(UsageError, match="unknown fabric 'roce'; known are any"):
         find_fabric("roce")
 
 
@@ -344,7 +344,7 @@ def test_a_site_describes_its_network(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[fabric.busbw_floor]\nroce = 1", "no fabric is called 'roce'"),
+        ("[fabric.busbw_floor]\nroce = 1", "unknown fabric 'roce'"),
         ("[fabric.busbw_floor]\nib = -1", "at least 0"),
         ('[fabric.variables]\nHTTPS_PROXY = "x"', "'HTTPS_PROXY' is no variable of NCCL"),
         ('[fabric.variables]\nLD_LIBRARY_PATH = "x"', "'LD_LIBRARY_PATH' is no variable of NCCL"),

@@ -118,7 +118,7 @@ def test_a_filter_of_the_user_stays(repository: Path, tmp_path: Path) -> None:
 def test_a_filter_that_cannot_be_switched_off_is_named(repository: Path) -> None:
     here = repository / ".git/config"
     here.write_text(here.read_text() + '[filter "a=b"]\nclean = cat\n')
-    with pytest.raises(UsageError, match=r"has a filter of an unusual name, 'filter\.a=b\.clean'"):
+    with pytest.raises(UsageError, match=r"has a filter with an unusual name, 'filter\.a=b\.clean'"):
         collected(repository)
 
 

@@ -143,7 +143,7 @@ def test_the_image_is_found_by_its_tag(tmp_path: Path) -> None:
     assert contents(read(data, tmp_path, "v3", "aarch64")) == LAYERS[1:]
     with pytest.raises(BuildError, match="no image with the tag 'v4'; it has lab/image:v1, lab"):
         read(data, tmp_path, "v4")
-    with pytest.raises(BuildError, match="2 images, where one is needed"):
+    with pytest.raises(BuildError, match="2 images, but exactly one is needed"):
         read(data, tmp_path)
 
 
@@ -157,11 +157,11 @@ def test_the_image_is_found_by_its_tag(tmp_path: Path) -> None:
         ({"manifest.json": listing("aa/layer.tar")}, "lists 1 layers, the configuration 2"),
         ({"manifest.json": listing("x.tar", "y.tar")}, "'x.tar' is listed but not in the archive"),
         ({"manifest.json": listing(config="../../c")}, "'../../c' is listed but not in"),
-        ({"manifest.json": b"[]"}, "no images, where one is needed"),
+        ({"manifest.json": b"[]"}, "no images, but exactly one is needed"),
         ({"manifest.json": b"{"}, "not what `docker save` writes"),
         ({"manifest.json": b"[" * 9999}, "not what `docker save` writes"),
         ({"manifest.json": b'[{"Config": 1, "Layers": []}]'}, "not what `docker save` writes"),
-        ({"manifest.json": b" " * (9 << 20)}, "9437184 bytes where JSON is expected"),
+        ({"manifest.json": b" " * (9 << 20)}, "9437184 bytes are too many for a JSON file"),
         ({f"{ID}.json": b"[]"}, "not a JSON object"),
         ({f"{ID}.json": b'{"rootfs": {}}'}, "without rootfs.diff_ids"),
         ({f"{ID}.json": CONFIG.replace(b"amd64", b"arm64")}, "damaged: its digest is"),
@@ -234,7 +234,7 @@ def test_an_archive_from_a_pipe_is_left_to_the_other_reader_whole() -> None:
     [
         ({"manifest.json": listing("aa/layer.tar")}, "lists 1 layers, the configuration 2"),
         ({"manifest.json": listing("x.tar", "y.tar")}, "'x.tar' is listed but not in the archive"),
-        ({"manifest.json": b" " * (9 << 20)}, "9437184 bytes where JSON is expected"),
+        ({"manifest.json": b" " * (9 << 20)}, "9437184 bytes are too many for a JSON file"),
         ({f"{ID}.json": CONFIG.replace(b"amd64", b"arm64")}, "damaged: its digest is"),
     ],
 )

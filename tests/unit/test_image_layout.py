@@ -96,7 +96,7 @@ def test_the_image_of_the_architecture_is_read(nested: bool, kind: str, tmp_path
     for tag in ("v1", None):
         assert layer_of(folder, tag, "x86_64", blobs) == "amd64"
         assert layer_of(folder, tag, "aarch64", blobs) == "arm64"
-    with pytest.raises(BuildError, match="images for 2 platforms, where one is needed"):
+    with pytest.raises(BuildError, match="images for 2 platforms, but one is needed"):
         read_layout(folder, blobs, "v1", None)
 
 
@@ -113,9 +113,9 @@ def test_a_tag_that_is_missing_or_unclear_is_told_with_those_there_are(tmp_path:
     folder = layout(tmp_path, blobs, (image(blobs, "one"), "v1"), (image(blobs, "two"), "v2"))
     (folder / "index.json").write_text((folder / "index.json").read_text().replace("amd64", ""))
     assert "no image with the tag 'v3'; it has v1, v2" in refuse(folder, tmp_path, "v3")
-    assert "2 images, where one is needed; it has v1, v2" in refuse(folder, tmp_path, None)
+    assert "2 images, but exactly one is needed; it has v1, v2" in refuse(folder, tmp_path, None)
     (folder / "index.json").write_bytes(canonical({"schemaVersion": 2, "manifests": []}))
-    assert "no images, where one is needed" in refuse(folder, tmp_path, None)
+    assert "no images, but exactly one is needed" in refuse(folder, tmp_path, None)
 
 
 def test_an_image_for_another_architecture_is_refused(tmp_path: Path, blobs: Blobs) -> None:
@@ -245,7 +245,7 @@ def test_of_several_images_for_one_architecture_none_is_guessed(tmp_path: Path) 
         listed.append((item, name))
     (tmp_path / "layout").mkdir()
     fill_layout(tmp_path / "layout", blobs, listed)
-    with pytest.raises(BuildError, match="2 images, where one is needed; it has one, two"):
+    with pytest.raises(BuildError, match="2 images, but exactly one is needed; it has one, two"):
         read_layout(tmp_path / "layout", Blobs(tmp_path / "other"), None, "x86_64")
     two = read_layout(tmp_path / "layout", Blobs(tmp_path / "other"), "two", "x86_64")
     assert two.config["author"] == "two"

@@ -126,11 +126,11 @@ def test_the_tree_is_what_the_layers_say(layers: list[Layer], expected: dict[str
 @pytest.mark.parametrize(
     ("entry", "says"),
     [
-        (hard("y", "none"), "layer 1: y: a hard link to 'none', which is not there"),
+        (hard("y", "none"), "layer 1: y: a hard link to 'none', which is missing"),
         (hard("y", "../../../etc/passwd"), "layer 1: y: a hard link to '../../../etc/passwd', which"),
         (hard("y", "d"), "layer 1: y: a hard link to 'd', a directory"),
         (hard("y", "/"), "layer 1: y: a hard link to '/', a directory"),
-        (hard("f", "f"), "layer 1: f: a hard link to 'f', which is not there"),
+        (hard("f", "f"), "layer 1: f: a hard link to 'f', which is missing"),
         (a("", kind=FILE), "layer 1: /: the root can be nothing but a directory"),
         (a("d/../.", "x"), "layer 1: /: the root can be nothing but a directory"),
         (a("d/.wh."), "layer 1: d/.wh.: a whiteout without a name"),

@@ -135,7 +135,7 @@ def test_line_ends_stay(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("break_it", "said", "code"),
     [
-        (lambda: Path("recipes/lab/imported.toml").unlink(), "does not tell its sources", 2),
+        (lambda: Path("recipes/lab/imported.toml").unlink(), "has no record of its sources", 2),
         (lambda: Path("recipes/lab/imported.toml").write_text("x = 1\n"), "`from` names no sources", 2),
         (lambda: Path("recipes/lab/imported.toml").write_text("x = \n"), "imported.toml:1:", 2),
         (lambda: Path("requirements.txt").unlink(), "requirements.txt: no such file or folder", 2),
@@ -156,7 +156,7 @@ def test_venv_from_takes_the_name_of_the_folder_and_refuses_other_sources(folder
     runner = CliRunner()
     Path("other.txt").write_text("torch\n")
     for words, said in (
-        (["lab", "--from", "other.txt"], "was made from requirements.txt, not from other.txt"),
+        (["lab", "--from", "other.txt"], "was written from requirements.txt, not from other.txt"),
         (["lab", "--from", "requirements.txt", "--target", "cu126-x86_64"], "has no target 'cu126-x86_64'"),
     ):
         done = runner.invoke(cli, ["venv", *words])

@@ -161,7 +161,7 @@ def test_a_layer_that_is_not_what_the_configuration_names_is_refused(
     false = dataclasses.replace(real, diff_id=other.diff_id)
     descriptor, _ = lab.image(blobs, [false])
     folder = lab.layout(tmp_path / "layout", blobs, [(descriptor, None)])
-    with pytest.raises(BuildError, match="not the layer that the image's configuration names"):
+    with pytest.raises(BuildError, match="not the layer of the image's configuration"):
         look(folder, environment)
     assert remembered(other.diff_id, environment.store) is None
 

@@ -820,7 +820,7 @@ def test_times_of_schedulers_become_seconds(text: str, wanted: int) -> None:
         (replace(PLAN, artifact=replace(CPU, path="ml/pt_cpu:latest")), "not an image by its digest", "--push"),
         (replace(PLAN, artifact=replace(CPU, kind="venv", path="/fsx/venv")), "not an image by its digest", "--push"),
         (replace(PLAN, strategy="horovod"), "MPIJob", "--strategy ddp"),
-        (with_site(PLAN, claim=""), "share no files", "[kubernetes] claim"),
+        (with_site(PLAN, claim=""), "share no file system", "[kubernetes] claim"),
         (replace(PLAN, work="/home/me"), "pods see /fsx, and the job's folder is /home/me", "--work"),
         (replace(PLAN, work="/fsxother"), "pods see /fsx", "--work"),
         (with_site(PLAN, node_selector={"kubernetes.io/arch": "arm64"}), "chooses arm64 nodes", "node_selector"),
@@ -841,7 +841,11 @@ def test_times_of_schedulers_become_seconds(text: str, wanted: int) -> None:
         (queued(PLAN, "a", labels={"kueue.x-k8s.io/queue-name": "b"}), "[kubernetes] labels another", "one of them"),
         (with_site(PLAN, secrets={"OMP_NUM_THREADS": "a/b"}), "OMP_NUM_THREADS is set by the job", "one of them"),
         (with_site(PLAN, secrets={"PET_NNODES": "a/b"}), "PET_NNODES is set by the job", "one of them"),
-        (with_site(PLAN, volumes={"/fsx/": "empty"}), "two volumes of site aws-eks are at /fsx", "change a path"),
+        (
+            with_site(PLAN, volumes={"/fsx/": "empty"}),
+            "two volumes of site aws-eks have the mount path /fsx",
+            "change a path",
+        ),
         (with_site(PLAN, volumes={"/a": "empty"}, secrets={"/a": "s"}), "two volumes", "change a path"),
     ],
 )

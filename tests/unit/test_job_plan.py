@@ -214,7 +214,7 @@ def test_gpus_are_the_sites_and_a_fabric_brings_its_variables_and_plugin(tmp_pat
         (SLURM, JobRequest(), _opened(target="cu126-x86_64"), "[node] gpus"),
         (SLURM + "[node]\ngpus = 2\n", JobRequest(nproc_per_node=4), _opened(target="cu126-x86_64"), "has 2 GPUs"),
         (SLURM, JobRequest(launcher="pbsdsh"), _opened(), "one of srun, mpirun"),
-        (SLURM, JobRequest(name="a b"), _opened(), "cannot be a job's name"),
+        (SLURM, JobRequest(name="a b"), _opened(), "is not a valid job name"),
         (SLURM, JobRequest(time="banana"), _opened(), "is no time limit"),
         (SLURM, JobRequest(script="absent.py"), _opened(), "there is no script absent.py"),
         (SLURM, JobRequest(script="t.py", module="pkg.t"), _opened(), "without --script"),
@@ -460,7 +460,7 @@ def _built(folder: Path, passed: bool | None, *, quick: bool = False) -> Path:
 
 def test_a_recipe_means_what_was_built_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match="nothing is built of recipe 'pt_cpu'"):
+    with pytest.raises(UsageError, match="found no artifact of recipe 'pt_cpu'"):
         open_artifact("pt_cpu", ("venv",), None)
     folder = _built(tmp_path / "build/pt_cpu/cpu-x86_64/venv", True)
     opened = open_artifact("pt_cpu", ("enroot", "venv"), None)
@@ -492,7 +492,7 @@ def test_a_recipe_is_looked_for_where_jobs_build_too(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("passed", [None, False])
 def test_what_did_not_pass_is_refused_unless_the_caller_insists(tmp_path: Path, passed: bool | None) -> None:
     folder = _built(tmp_path / "venv", passed)
-    with pytest.raises(VerificationError, match="no receipt"):
+    with pytest.raises(VerificationError, match="no passing receipt"):
         open_artifact(str(folder), (), None)
     assert open_artifact(str(folder), (), None, unverified=True).artifact.verified_at == ""
     with pytest.raises(UsageError, match="is for cpu-x86_64"):
@@ -501,7 +501,7 @@ def test_what_did_not_pass_is_refused_unless_the_caller_insists(tmp_path: Path, 
 
 def test_a_quick_verification_is_not_enough_unless_the_caller_says_so(tmp_path: Path) -> None:
     folder = _built(tmp_path / "venv", True, quick=True)
-    with pytest.raises(VerificationError, match="was verified by --verify quick alone") as caught:
+    with pytest.raises(VerificationError, match="was verified with --verify quick only") as caught:
         open_artifact(str(folder), (), None)
     assert caught.value.hint == f"verify it in full: `envbuild verify {folder}`"
     assert open_artifact(str(folder), (), None, quick=True).receipt is not None

@@ -380,7 +380,7 @@ def test_check_says_what_is_wrong_and_fails_only_then(tmp_path: Path) -> None:
     assert fine.exit_code == 0 and json.loads(fine.stdout)["passed"] is True
     put(file, '[fabric]\ninterface = "lo"\n[environment]\nRANK = "0"\n')
     wrong = CliRunner().invoke(site_command, ["check", str(file), "--offline", "--json"])
-    assert isinstance(wrong.exception, RecipeError) and "2 wrong" in wrong.exception.message
+    assert isinstance(wrong.exception, RecipeError) and "2 invalid" in wrong.exception.message
     said = json.loads(wrong.stdout)
     failed = [f["name"] for f in said["findings"] if f["status"] == "fail"]
     assert failed == ["[environment] RANK", "[fabric] interface"] and said["passed"] is False

@@ -121,9 +121,9 @@ def test_without_any_route_the_first_interface_that_is_not_a_bridge_is_taken(sta
 @pytest.mark.parametrize(
     ("interface", "env", "message"),
     [
-        ("", {"ADDRESSES": "", "SOURCE": ""}, "no address at which other nodes reach this one"),
-        ("", {"SOURCE": "127.0.1.1"}, "do not reach this one at 127.0.1.1"),
-        ("ib7", {}, "no interface ib7, but eth0 hsn0 ib0; change [fabric] interface"),
+        ("", {"ADDRESSES": "", "SOURCE": ""}, "reach this node at none of its addresses"),
+        ("", {"SOURCE": "127.0.1.1"}, "do not reach this node at 127.0.1.1"),
+        ("ib7", {}, "no interface ib7; available are eth0 hsn0 ib0; change [fabric] interface"),
     ],
 )
 def test_a_node_that_others_cannot_reach_is_named_before_anything_starts(
@@ -245,7 +245,7 @@ def test_a_node_that_refuses_is_the_jobs_exit_code_and_not_the_signal_that_ended
     srun = (stage.bin / "srun").read_text().replace("str(number)", "str(number * 9)", 1)
     executable(stage.bin / "srun", srun)
     said, _ = _run(stage, _plan(stage), code=5)
-    assert "srun calls this process number 9, and there are 2" in said
+    assert "srun calls this process number 9, but the job has 2" in said
     assert "the job failed with exit code 5:" in said
 
 
@@ -437,7 +437,7 @@ def test_elsewhere_a_node_that_is_another_than_before_is_refused(stage: Stage) -
     other = 'f"n{number}" if "training" not in arguments else f"n{1 - number}"'
     executable(stage.bin / "srun", srun.replace('f"n{number}"', other))
     said, recorded = _run(stage, replace(_plan(stage), preflight=True), code=5)
-    assert re.search("srun calls this node number (0, and that was n0|1, and that was n1) before", said)
+    assert re.search("srun calls this node number (0, the number of n0|1, the number of n1) already", said)
     assert {arguments[1] for arguments, _ in _started(recorded)} == {"ddp_train.preflight"}
 
 

@@ -127,11 +127,11 @@ def test_without_a_token_the_library_or_a_readable_configuration(
 ) -> None:
     attested(place)
     monkeypatch.setenv("SIGSTORE_ID_TOKEN", "no token")
-    with pytest.raises(UsageError, match="Sigstore does not sign: Identity token is malformed"):
+    with pytest.raises(UsageError, match="Sigstore refused to sign: Identity token is malformed"):
         attested(place)
     monkeypatch.delenv("SIGSTORE_ID_TOKEN")
     monkeypatch.setattr("sigstore.oidc.detect_credential", lambda: None)
-    with pytest.raises(UsageError, match="nothing tells the identity") as caught:
+    with pytest.raises(UsageError, match="the identity of this process is unknown") as caught:
         attested(place)
     assert "id-token: write" in (caught.value.hint or "")
     site_of(place, tmp_path / "none.json", f"{WORKFLOW} {ISSUER}")

@@ -107,9 +107,9 @@ def test_the_address_is_that_of_the_sites_interface_or_of_the_route(
 @pytest.mark.parametrize(
     ("wanted", "routes", "found", "message"),
     [
-        ("", {}, FOUND[:2], "no address at which other nodes reach this one; say"),
-        ("", {"198.51.100.1": "127.0.1.1"}, FOUND, "do not reach this one at 127.0.1.1; say"),
-        ("ib7", {}, FOUND, "no interface ib7, but eth0 hsn0 ib0; change"),
+        ("", {}, FOUND[:2], "reach this node at none of its addresses; set"),
+        ("", {"198.51.100.1": "127.0.1.1"}, FOUND, "do not reach this node at 127.0.1.1; set"),
+        ("ib7", {}, FOUND, "no interface ib7; available are eth0 hsn0 ib0; change"),
         ("lo", {}, FOUND, "interface lo has no address; change"),
     ],
 )
@@ -233,7 +233,7 @@ def test_nodes_wait_for_each_other_and_are_called_as_the_scheduler_does(
 
 def test_a_node_that_does_not_come_is_named(tmp_path: Path, network: None) -> None:
     run = _run(tmp_path / "pt_cpu_77", replace(JOB, join_timeout_s=0))
-    with pytest.raises(TrainError, match=r"node 1 left no word in .*pt_cpu_77 within 0 s"):
+    with pytest.raises(TrainError, match=r"node 1 wrote nothing to .*pt_cpu_77 within 0 s"):
         meet(run, 0)
 
 
@@ -257,7 +257,9 @@ def test_two_processes_on_one_node_are_noticed(tmp_path: Path) -> None:
         meet(run, 0)
 
 
-@pytest.mark.parametrize(("value", "message"), [(None, "not tell"), ("x", "not tell"), ("2", "number 2, and")])
+@pytest.mark.parametrize(
+    ("value", "message"), [(None, "does not give"), ("x", "does not give"), ("2", "number 2, but")]
+)
 def test_a_number_that_cannot_be_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None, message: str
 ) -> None:

@@ -197,7 +197,7 @@ class Endless:
         ((Entry("a", FILE, 0o644, 9 << 20), io.BytesIO(bytes(9 << 20) + b"1")), "a: not 9437184"),
         ((Entry("a", FILE, 0o644, 6 << 20), Endless()), "a: not 6291456"),
         ((Entry("a", FILE, 0o644, 5), None), "a: a file without content"),
-        ((Entry("first", DIR, 0o755), None), "/first comes twice"),
+        ((Entry("first", DIR, 0o755), None), "/first is in one layer twice"),
     ],
 )
 def test_a_wrong_entry_is_refused_and_nothing_is_left(

@@ -82,7 +82,7 @@ def test_a_recipe_named_by_its_path_is_built_by_that_path(tmp_path: Path) -> Non
 
 def test_two_recipes_of_one_name_are_refused(tmp_path: Path) -> None:
     recipes = [load(tmp_path / "x", "same"), load(tmp_path / "y", "same")]
-    with pytest.raises(UsageError, match="two recipes are called 'same'"):
+    with pytest.raises(UsageError, match="two recipes are named 'same'"):
         make_jobs(recipes, LABELS)
 
 

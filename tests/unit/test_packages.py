@@ -135,8 +135,8 @@ def test_removal_takes_a_package_out_of_all_lists_and_settings(tmp_path: Path) -
         ("add numpy@1.26", "numpy@1.26 is not a requirement", "write numpy==1.26"),
         ("add git+https://host/x", "an address without a name", ""),
         ("add numpy>>2", "'numpy>>2' is not a requirement", ""),
-        ("add python", "Python is no package", "edit `python`"),
-        ("add rich RICH", "rich is named twice", ""),
+        ("add python", "Python cannot be a requirement", "edit `python`"),
+        ("add rich RICH", "rich is given twice", ""),
         ("add rich --target cpu-aarch64", "has no target 'cpu-aarch64'", ""),
         ("add numpy --target cpu-x86_64", "'numpy' is also required by", ""),
         ("remove nunpy", "does not require 'nunpy'", "did you mean 'numpy'?"),
@@ -157,4 +157,4 @@ def test_a_recipe_that_comes_with_envbuild_is_not_edited(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     for words in (["add", "rich"], ["remove", "numpy", "--recipe", "pt_cpu"], ["init", "pt_cu126", "--update"]):
         failed = CliRunner().invoke(cli, words).exception
-        assert isinstance(failed, EnvbuildError) and "comes with envbuild, and is not edited" in failed.message
+        assert isinstance(failed, EnvbuildError) and "is part of envbuild and cannot be edited" in failed.message

@@ -457,7 +457,7 @@ def test_an_allocation_is_found_where_there_is_one(tmp_path: Path) -> None:
         ([], {}, "not inside of an allocation"),
         ([], {"SLURM_JOB_ID": "7"}, "SLURM_JOB_NUM_NODES"),
         ([], {"PBS_JOBID": "9"}, "PBS_NODEFILE=''"),
-        (["n1", "n1"], {}, "n1 is named twice"),
+        (["n1", "n1"], {}, "n1 is given twice"),
         (["-oProxyCommand=x"], {}, "is not the name of a host"),
         (["a b"], {}, "is not the name of a host"),
     ],

@@ -294,10 +294,10 @@ def test_a_cut_is_said_and_a_date_of_the_future_puts_nothing_before_others(
     place.push("2026-03-01")
     place.flood(40, "2999-01-01T00:00:00Z")
     assert place.fetch() == {"verified_at": "2026-03-01", "name": ""}
-    assert "that only 12 were read" in capsys.readouterr().err
+    assert "only 12 were read" in capsys.readouterr().err
     place.flood(40, datetime.now(UTC).isoformat())
     assert place.fetch() is None
-    assert "that only 12 were read" in capsys.readouterr().err
+    assert "only 12 were read" in capsys.readouterr().err
 
 
 def test_large_bundles_do_not_use_up_the_limit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def test_the_runtime_of_the_format_goes_first_and_ours_needs_nothing(
 @pytest.mark.parametrize(
     ("kind", "wanted", "error", "says"),
     [
-        (ENROOT, "podman", UsageError, "no runtime is called 'podman'"),
+        (ENROOT, "podman", UsageError, "unknown runtime 'podman'"),
         (ENROOT, "apptainer", UsageError, "does not start .sqsh"),
         (APPTAINER, "enroot", UsageError, "does not start .sif"),
         (APPTAINER, "apptainer", HostError, "apptainer or singularity is not on PATH"),
@@ -125,8 +125,8 @@ def test_variables_of_an_enroot_image_are_read_as_they_were_meant(
         ({"user/max_user_namespaces": "0"}, "user.max_user_namespaces=15000"),
         ({"kernel/unprivileged_userns_clone": "0"}, "kernel.unprivileged_userns_clone=1"),
         ({"kernel/apparmor_restrict_unprivileged_userns": "1"}, "unprivileged_userns=0"),
-        ({"user/max_user_namespaces": "5"}, "a container around us"),
-        ({}, "a container around us"),
+        ({"user/max_user_namespaces": "5"}, "a surrounding container"),
+        ({}, "a surrounding container"),
     ],
 )
 def test_a_host_that_forbids_namespaces_is_told_which_setting_does(

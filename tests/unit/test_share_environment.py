@@ -105,7 +105,7 @@ def test_what_was_pushed_is_read_again() -> None:
 def test_a_wrong_configuration_is_refused(name: str) -> None:
     value = json.loads(json.dumps(GOOD))
     WRONG[name](value)
-    with pytest.raises(BuildError, match="its configuration cannot be understood"):
+    with pytest.raises(BuildError, match="invalid configuration"):
         read(value)
 
 
@@ -240,7 +240,9 @@ def test_a_wheel_that_is_another_package_or_for_another_host_is_not_kept(tmp_pat
         pushed.wheel = make_wheel(tmp_path / "wheels", name, tag=tag)
         pushed.sha256 = hashlib.sha256(pushed.wheel.read_bytes()).hexdigest()
         pushed.lock()
-        with pytest.raises(BuildError, match="is not for Python 3.11 on" if name == "alpha" else "is 'beta-1.0-"):
+        with pytest.raises(
+            BuildError, match="is not for Python 3.11 on" if name == "alpha" else "is another one: 'beta-1.0-"
+        ):
             pushed.pull(pushed.plan())
     assert not pushed.built and not (pushed.store.root / "wheels").exists()
 
@@ -284,7 +286,7 @@ def test_an_environment_of_another_digest_takes_no_place(tmp_path: Path, monkeyp
     pushed = Pushed(tmp_path)
     module = SimpleNamespace(TITLE="venv", build=lambda _: SimpleNamespace(digest="sha256:here"))
     monkeypatch.setattr("envbuild.build.folder.folder_module", lambda _: module)
-    with pytest.raises(BuildError, match="is sha256:here here, and sha256:there where it was built"):
+    with pytest.raises(BuildError, match="is sha256:here, but the pushed one has sha256:there"):
         make_environment(
             cast(Any, None),
             pushed.plan(),

@@ -167,5 +167,5 @@ def test_what_a_sif_cannot_hold_is_refused() -> None:
     with pytest.raises(BuildError, match="48 objects"):
         made(jsons=(("n", b""),) * 47)
     huge = read_sif(io.BytesIO(made()), "x").objects[0]
-    with pytest.raises(BuildError, match="where a definition object"):
+    with pytest.raises(BuildError, match="too many for a definition object"):
         read_object(io.BytesIO(), type(huge)(huge.kind, "", 0, 1 << 40), "lab.sif")

@@ -127,8 +127,8 @@ retries = 0
     [
         ("index-url = https://me:hunter2@x\n", ":1: an option before any [section]"),
         ("[global]\nhunter2\n", ":2: neither [section] nor"),
-        ("[global]\nproxy=hunter2\nproxy=hunter2\n", ":3: option 'proxy' stands twice in [global]"),
-        ("[global]\n[install]\n[global]\n", ":3: section [global] stands twice"),
+        ("[global]\nproxy=hunter2\nproxy=hunter2\n", ":3: option 'proxy' is given twice in [global]"),
+        ("[global]\n[install]\n[global]\n", ":3: section [global] is given twice"),
         ("[global]\nretries = 3\n[install]\nno-index = perhaps\n", ":4: no-index takes true or false"),
         ("[global]\n\ntimeout = soon\n", ":3: timeout takes seconds, not 'soon'"),
         ("[global]\nretries: -1\n", ":2: retries takes a count, not '-1'"),

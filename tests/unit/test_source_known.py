@@ -161,7 +161,7 @@ def test_a_patch_decides_the_digest_by_its_content(tmp_path: Path) -> None:
             r"libfabric 9\.9\.9: its sha256 is not known.*2\.1\.0",
             "curl -L https://github.com/ofiwg/libfabric",
         ),
-        ('[layers.foo]\nversion = "1"\n', _CUDA, "where is the source of foo", "url"),
+        ('[layers.foo]\nversion = "1"\n', _CUDA, "the source of foo is not known", "url"),
         (
             '[layers.foo]\nversion = "1"\nurl = "https://example.org/foo.tar"\n',
             _CUDA,

@@ -199,10 +199,10 @@ def test_the_environment_goes_over_the_site(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("env", "says"),
     [
-        ({"ENVBUILD_CACHE": "registry.example.org/cache"}, "ENVBUILD_CACHE: no repository"),
-        ({"ENVBUILD_CACHE": "oci://user:secret@registry.example.org/cache"}, "no repository"),
-        ({"ENVBUILD_CACHE": "oci://registry.example.org"}, "no repository"),
-        ({"ENVBUILD_CACHE": "oci://registry.example.org/cache:1"}, "no repository"),
+        ({"ENVBUILD_CACHE": "registry.example.org/cache"}, "ENVBUILD_CACHE: not a repository"),
+        ({"ENVBUILD_CACHE": "oci://user:secret@registry.example.org/cache"}, "not a repository"),
+        ({"ENVBUILD_CACHE": "oci://registry.example.org"}, "not a repository"),
+        ({"ENVBUILD_CACHE": "oci://registry.example.org/cache:1"}, "not a repository"),
         ({"ENVBUILD_CACHE": "oci://r.example.org/c", "ENVBUILD_CACHE_MODE": "both"}, "read, write, readwrite"),
         (
             {"ENVBUILD_CACHE": "oci://r.example.org/c", "ENVBUILD_CACHE_KEY": "/gone", "ENVBUILD_CACHE_MODE": "write"},

@@ -181,7 +181,7 @@ def test_one_that_cannot_be_used_is_asked_once(
         path.write_text("{}")
         one.offer(CacheEntry("wheel", "f"), 0.0)
     assert len(fake.seen) <= 4
-    assert capsys.readouterr().err.count("is left out of this run") == 1
+    assert capsys.readouterr().err.count("is not used in this run") == 1
 
 
 def test_what_a_cache_has_wrong_is_made_and_offered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

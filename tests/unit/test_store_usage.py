@@ -283,10 +283,10 @@ def test_the_commands(store: Store) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "nothing says what to remove"),
+        ((), "choose what to remove"),
         (("--older-than", "30"), "--older-than 30: expected a number with a unit"),
         (("--keep", "50 GB"), "--keep 50 GB: expected"),
-        (("--recipe", "gone"), "--recipe gone: nothing in the store is known to be of it"),
+        (("--recipe", "gone"), "--recipe gone: the store has no entry of this recipe"),
     ],
 )
 def test_faulty_options(store: Store, words: tuple[str, ...], message: str) -> None:

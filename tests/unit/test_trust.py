@@ -156,7 +156,7 @@ def test_a_file_of_a_signer_says_nothing_that_would_not_count(tmp_path: Path, op
         assert load_public(tmp_path / form.format("a"))
         with pytest.raises(UsageError, match="several keys"):
             load_public(tmp_path / "both.pub")
-    with pytest.raises(UsageError, match="a certificate of OpenSSH"):
+    with pytest.raises(UsageError, match="an OpenSSH certificate"):
         load_public(tmp_path / "ssh-b-cert.pub")
 
 
@@ -252,22 +252,22 @@ TAMPERINGS: dict[str, tuple[Callable[[Place], Any], str]] = {
     "no signature": (forge(lambda b: b["dsseEnvelope"].update(signatures=[])), "no signer of the site"),
     "a signature of nothing": (forge(lambda b: b["dsseEnvelope"]["signatures"][0].update(sig="")), "no signer"),
     "a signature that is no base64": (forge(lambda b: b["dsseEnvelope"]["signatures"][0].update(sig="*")), "cannot"),
-    "no envelope": (forge(lambda b: b.pop("dsseEnvelope")), "its form is another one"),
-    "signatures that are no list": (forge(lambda b: b["dsseEnvelope"].update(signatures=7)), "its form"),
+    "no envelope": (forge(lambda b: b.pop("dsseEnvelope")), "it is invalid"),
+    "signatures that are no list": (forge(lambda b: b["dsseEnvelope"].update(signatures=7)), "it is invalid"),
     "another predicate's type": (resign("predicateType", "https://slsa.dev/provenance/v1"), "is no attestation"),
     "another statement's type": (resign("_type", "https://in-toto.io/Statement/v2"), "its statement is"),
     "no subject": (resign("subject", []), "of another artifact"),
     "another subject": (resign("subject", [{"name": "x", "digest": {"sha256": "0" * 64}}]), "of another artifact"),
-    "a subject of another hash": (resign("subject", [{"name": "x", "digest": {"md5": "0" * 32}}]), "its form"),
-    "a predicate that is no object": (resign("predicate", []), "its predicate is no object"),
+    "a subject of another hash": (resign("subject", [{"name": "x", "digest": {"md5": "0" * 32}}]), "it is invalid"),
+    "a predicate that is no object": (resign("predicate", []), "its predicate is not an object"),
     "a predicate of nothing": (resign("predicate", {}), "another one than was attested"),
     "an empty file": (lambda place: place.bundle.write_text(""), "cannot be read"),
     "a file that is no JSON": (lambda place: place.bundle.write_text("{"), "cannot be read"),
     "a nested file": (lambda place: place.bundle.write_text("[" * 100_000), "cannot be read"),
-    "a list": (lambda place: place.bundle.write_text("[]"), "its form"),
+    "a list": (lambda place: place.bundle.write_text("[]"), "it is invalid"),
     "a file without an end": (lambda place: place.bundle.write_bytes(b" " * (17 << 20)), "more than 16777216 bytes"),
     "a verification that failed": (passed_is_false, "did not pass"),
-    "a quick verification": (verified_quickly, "verified by --verify quick alone"),
+    "a quick verification": (verified_quickly, "verified with --verify quick only"),
 }
 
 
@@ -381,7 +381,7 @@ def test_jobs_take_what_the_site_trusts_alone(place: Place) -> None:
     place.attest()
     assert "#SBATCH" in place.run(*line).stdout
     receipt_path(place.venv).unlink()
-    with pytest.raises(VerificationError, match="no passing receipt, and the site trusts attested ones alone"):
+    with pytest.raises(VerificationError, match="no passing receipt, and the site trusts only attested artifacts"):
         place.run(*line, "--unverified")
     opened_ = open_artifact(str(place.venv), ("venv",), None, unverified=True)
     check_trust(opened_, TrustTable())  # a site without signers
@@ -538,13 +538,13 @@ def test_keys_in_an_ssh_agent_sign_as_those_in_files(agent: Path, monkeypatch: p
             payload = statement({"a": "sha256:" + "0" * 64}, RECEIPT, {"x": "y" * size})
             signer = load_signer("ssh-agent", public, no_passphrase)
             if size > 200_000:  # more than OpenSSH's agent takes
-                with pytest.raises(UsageError, match="an ssh-agent takes 262144"):
+                with pytest.raises(UsageError, match="an ssh-agent accepts 262144"):
                     sign(payload, signer)
                 continue
             found, by = opened(sign(payload, signer), [load_public(public)])
             assert by is not None and found["predicate"] == {"x": "y" * size}
     subprocess.run(["ssh-add", "-q", "-D"], check=True)
-    with pytest.raises(UsageError, match="does not sign with this key"):
+    with pytest.raises(UsageError, match="refused to sign with this key"):
         load_signer("ssh-agent", agent / "ecdsa.pub", no_passphrase).sign(b"x")
     with pytest.raises(UsageError, match="its public key is not known"):
         load_signer("ssh-agent", None, no_passphrase)

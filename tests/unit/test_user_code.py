@@ -60,7 +60,7 @@ def outcome(log: str = LOG, codes: tuple[int, ...] = (0, 0), **more: Any) -> Out
         ("command = 'x'\nscript = 'x.py'", "[verify] has `command` and `script`: leave one of them out"),
         ("script = 'x.py \"'", "is no command line: No closing quotation"),
         ("script = 'x.py 1'", "mine/x.py cannot be read: No such file or directory"),
-        ("script = 'recipe.toml'", "and at most 10 are kept in an artifact"),
+        ("script = 'recipe.toml'", "keeps at most 10"),
         ("script = '../bytes'", "is not UTF-8: invalid start byte at byte 0"),
         ("command = 'x'\nexpect.exits = 1", "unknown key 'exits' in [verify.expect]"),
     ],

@@ -103,12 +103,12 @@ def codec_of(text: str) -> Codec:
     name, colon, level_text = text.partition(":")
     if name not in _KNOWN:
         raise UsageError(
-            f"compression {text!r}: no compressor is called {name!r}",
+            f"compression {text!r}: unknown compressor {name!r}",
             f"one of {', '.join(sorted(_KNOWN))}, with a level if you like: zstd:15",
         )
     number, default, low, high, make, _ = _KNOWN[name]
     if colon and not (level_text.isascii() and level_text.isdigit() and len(level_text) < 5):
-        raise UsageError(f"compression {text!r}: {level_text!r} is no level", f"{low} to {high}")
+        raise UsageError(f"compression {text!r}: {level_text!r} is not a level", f"{low} to {high}")
     level = int(level_text) if colon else default
     if not low <= level <= high:
         raise UsageError(f"compression {text!r}: {name} has no level {level}", f"{low} to {high}")

@@ -131,7 +131,7 @@ class Xattrs:
             return known
         names = dict(ordered)
         if len(names) < len(ordered):
-            raise BuildError(f"{path}: an extended attribute is there twice: {', '.join(names)}")
+            raise BuildError(f"{path}: an extended attribute is given twice: {', '.join(names)}")
         record = b"".join(_record(name, value, path) for name, value in ordered)
         # As in mksquashfs, the size counts the names as listxattr(2) returns them, plus the values.
         size = sum(len(encoded(name, path)) + 1 + len(value) for name, value in ordered)
@@ -174,7 +174,7 @@ def _record(name: str, value: bytes, path: str) -> bytes:
     if len(f"{prefix}.") + len(short) > _XATTR_NAME_MOST or len(value) > _XATTR_VALUE_MOST:
         raise BuildError(
             f"{path}: its extended attribute {name[:80]!r} is too large",
-            f"{_XATTR_NAME_MOST} bytes of name and {_XATTR_VALUE_MOST} of value are the most",
+            f"{_XATTR_NAME_MOST} bytes of name and {_XATTR_VALUE_MOST} of value are the limit",
         )
     return struct.pack("<HH", _PREFIXES.index(prefix), len(short)) + short + _WORD.pack(len(value)) + value
 
@@ -449,7 +449,7 @@ def _arrange(placed: Sequence[Placed]) -> _Arranged:
     entries: dict[str, Placed] = {}
     for item in placed:
         if item.entry.path in entries:
-            raise BuildError(f"{item.entry.path or '/'}: this path is there twice")
+            raise BuildError(f"{item.entry.path or '/'}: this path is given twice")
         entries[item.entry.path] = item
     root = entries.setdefault("", Placed(Entry("", DIR, 0o755)))
     if root.entry.kind != DIR:
@@ -467,7 +467,7 @@ def _arrange(placed: Sequence[Placed]) -> _Arranged:
         parent, slash, name = path.rpartition("/")
         siblings = listed.get(parent)
         if siblings is None or (slash and not parent):
-            raise BuildError(f"{path}: there is no directory {parent or '/'!r} for it")
+            raise BuildError(f"{path}: its directory {parent or '/'!r} is missing")
         siblings.append((_name(name, path), item))
     folders = sorted(listed.items(), reverse=True)
     numbers: dict[str, int] = {}
@@ -476,7 +476,7 @@ def _arrange(placed: Sequence[Placed]) -> _Arranged:
         previous = None
         for name_bytes, item in names:
             if name_bytes == previous:
-                raise BuildError(f"{item.entry.path}: this path is there twice")
+                raise BuildError(f"{item.entry.path}: this path is given twice")
             previous = name_bytes
             entry = item.entry
             owner = entry.target if entry.kind == HARDLINK else entry.path
@@ -506,7 +506,7 @@ def _check(entry: Entry, entries: dict[str, Placed]) -> None:
     if entry.kind == HARDLINK:
         placed = entries.get(target)
         if placed is None:
-            raise BuildError(f"{path}: it is a hard link to {target!r}, which is not there")
+            raise BuildError(f"{path}: it is a hard link to {target!r}, which is missing")
         if placed.entry.kind in (DIR, HARDLINK):
             what = "a directory" if placed.entry.kind == DIR else "a hard link itself"
             raise BuildError(f"{path}: it is a hard link to {target!r}, which is {what}")
@@ -522,7 +522,7 @@ def _check(entry: Entry, entries: dict[str, Placed]) -> None:
                 f"they are below {_MAJOR_END} and {_MINOR_END}",
             )
     elif entry.kind not in (FILE, DIR, FIFO):
-        raise BuildError(f"{path}: squashfs has nothing of kind {entry.kind!r}")
+        raise BuildError(f"{path}: squashfs cannot hold an entry of kind {entry.kind!r}")
 
 
 def _name(name: str, path: str) -> bytes:
@@ -530,7 +530,7 @@ def _name(name: str, path: str) -> bytes:
     if not 0 < len(found) <= _NAME_MOST:
         raise BuildError(f"{path}: its last part has {len(found)} bytes", f"1 to {_NAME_MOST}")
     if name in (".", "..") or "\0" in name:
-        raise BuildError(f"{path!r}: nothing can be called {name!r}")
+        raise BuildError(f"{path!r}: {name!r} is not a valid file name")
     return found
 
 

@@ -74,12 +74,12 @@ def _documents(plan: JobPlan) -> list[dict[str, Any]]:
     artifact = plan.artifact
     if artifact.of_kind.form != "registry" or "@sha256:" not in artifact.path:
         raise UsageError(
-            f"{artifact.path} is not an image by its digest, and a tag may be another image for each pod",
+            f"{artifact.path} is not an image by its digest; pods may pull different images for one tag",
             "push one (`envbuild docker RECIPE --tag REGISTRY/NAME:TAG --push`) and give NAME@sha256:…",
         )
     if plan.strategy == "horovod":
         raise UsageError(
-            "strategy horovod is not rendered for Kubernetes: it takes an MPIJob of the MPI operator",
+            "strategy horovod is not rendered for Kubernetes: it would need an MPIJob of the MPI operator",
             "use --strategy ddp, or a Slurm or PBS site",
         )
     if plan.strategy != "single":
