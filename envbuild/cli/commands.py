@@ -168,7 +168,7 @@ class _Commands(click.Group):
 @verbosity
 @click.version_option(__version__, prog_name="envbuild")
 def cli() -> None:
-    """Compile one recipe into PyTorch environments, each proven by distributed training.
+    """Compile one recipe into PyTorch environments, each verified by distributed training.
 
     Without RECIPE, commands take the only recipe of ./recipes, here or in a folder above, or else pt_cpu.
 

@@ -49,10 +49,10 @@ BESIDE = ""
 Command = Callable[..., None]
 Decorator = Callable[[Command], Command]
 _FLAGS = {
-    "locked": "Refuse (exit 3) where the lock is missing or stale; for CI.",
+    "locked": "Refuse (exit 3) a missing or stale lock; for CI.",
     "offline": "Use the store, find-links folders and file indexes only.",
     "no-verify": "Only build; leave no receipt.",
-    "faults": "Verify too that a killed rank restarts from the snapshot.",
+    "faults": "Also verify that a killed rank restarts from the snapshot.",
     "no-bytecode": "Leave compiled modules out of the image.",
     "exact": "Read all files of a venv or conda environment again, whatever their size, times and inode say.",
     "dry-run": "Print the plan and stop.",
@@ -63,7 +63,7 @@ _VALUES = {
     "runtime": (
         "NAME",
         None,
-        "What launches it for verification: enroot, apptainer, or own (user namespaces). Default: the best here.",
+        "Runtime for verification: enroot, apptainer, or own (user namespaces). Default: the best here.",
     ),
 }
 
@@ -74,7 +74,7 @@ _SHARED: dict[str, Decorator] = {
         type=click.Choice(["full", "quick"]),
         default="full",
         show_default=True,
-        help="quick: files, imports and one short launch, for daily edits; jobs and registries want full.",
+        help="quick: files, imports and one short launch, for daily edits; jobs and registries need full.",
     ),
     "targets": click.option(
         "--target",

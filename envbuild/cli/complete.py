@@ -29,10 +29,10 @@ Item = CompletionItem[Any]
 @click.command("completion")
 @click.argument("shell", type=click.Choice(SHELLS))
 def completion_command(shell: str) -> None:
-    """Print the script by which SHELL completes commands, options, recipes, targets, sites and artifacts.
+    """Print the script with which SHELL completes commands, options, recipes, targets, sites and artifacts.
 
-    Put the line for your shell into its start-up file. A folder from which the shell loads completions may have the
-    script as a file, too: envbuild, _envbuild or envbuild.fish.
+    Put the line for your shell into its start-up file, or save the script in the folder from which the shell loads
+    completions, as envbuild, _envbuild or envbuild.fish.
 
     \b
     Examples:

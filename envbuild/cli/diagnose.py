@@ -20,14 +20,15 @@ _EVIDENCE = 6
 
 @click.command("diagnose")
 @click.argument("logs", metavar="LOG...", nargs=-1, required=True, shell_complete=complete.any_files)
-@click.option("--all", "everything", is_flag=True, help="Show what follows from a cause, too.")
+@click.option("--all", "everything", is_flag=True, help="Also show consequences of a cause.")
 @with_options("json")
 def diagnose_command(logs: tuple[str, ...], everything: bool, as_json: bool) -> None:
-    """Say why a job failed, from its LOGs: causes first, with the lines that show them and what to do.
+    """Find out from its LOGs why a job failed: causes first, with the lines that show them and what to do.
 
-    Give the logs of all nodes, or the one that a scheduler made of them; compressed ones too, "-" is standard input. Of
-    a folder each job is diagnosed by itself, told by the number in its logs' names (ddp_1234.out). Exit code 0 whether
-    or not something was recognised (--json: findings is empty then).
+    Give the logs of all nodes, or the one that a scheduler merged from them; compressed logs work too, and "-" is
+    standard input. In a folder, each job is diagnosed by itself; jobs are told apart by the number in the names of
+    their logs (ddp_1234.out). The exit code is 0 whether or not a cause was recognised (--json: findings is then
+    empty).
 
     \b
     Examples:
@@ -89,8 +90,8 @@ def _quote(lines: Sequence[Evidence]) -> None:
 def lint_job_command(scripts: tuple[Path, ...], as_json: bool) -> None:
     """Find faults in hand-written job scripts: sbatch, PBS, shell, Kubernetes manifests.
 
-    Exit code 5 when one of them is an error; warnings and hints alone are exit code 0. A line that ends in `# lint-job:
-    ignore` is passed over.
+    Exit code 5 when a script has an error, 0 when it has only warnings and hints. Lines that end in `# lint-job:
+    ignore` are skipped.
 
     \b
     Examples:

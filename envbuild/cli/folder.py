@@ -79,13 +79,15 @@ def _folder_options(*own: Decorator) -> Decorator:
             metavar="DIR",
             help="For nodes without a network: an offline bundle, made there when it is missing or stale.",
         ),
-        click.option("--submit", is_flag=True, help="Hand the job to sbatch or qsub."),
+        click.option("--submit", is_flag=True, help="Submit the job with sbatch or qsub."),
         click.option("--script", type=PATH, hidden=True, help="As --out, with --job."),
         "verify",
         "no-verify",
         "faults",
         "exact",
-        click.option("--compile-bytecode", is_flag=True, help="Compile all modules now, not when first imported."),
+        click.option(
+            "--compile-bytecode", is_flag=True, help="Compile all modules now instead of at their first import."
+        ),
         "dry-run",
         "locked",
         "offline",
@@ -107,11 +109,11 @@ def _folder_options(*own: Decorator) -> Decorator:
     click.option("--editable", is_flag=True, help="Refer to the folder of [project] instead of copying its files."),
 )
 def venv_command(recipe: str | None, sources: Sequence[Path], options: BuildOptions) -> None:
-    """Build the virtual environment of RECIPE from its lock and prove it by distributed training.
+    """Build the virtual environment of RECIPE from its lock and verify it by distributed training.
 
-    With --from, RECIPE need not exist: envbuild writes it to ./recipes, and says what it does not carry, before it
-    builds. The environment appears in its place only when it is whole and passed; until then an older one stays there.
-    The last line of standard output is its path.
+    With --from, RECIPE need not exist: envbuild writes it to ./recipes, and lists what it does not carry, before it
+    builds. The environment replaces an older one only after it passed verification. The last line of standard output is
+    its path.
 
     \b
     Examples:
@@ -134,15 +136,15 @@ def venv_command(recipe: str | None, sources: Sequence[Path], options: BuildOpti
         "--name",
         "-n",
         metavar="NAME",
-        help="Put it where `conda activate NAME` finds it (CONDA_ENVS_DIRS, conda's envs, ~/.conda/envs).",
+        help="Build it where `conda activate NAME` finds it (CONDA_ENVS_DIRS, conda's envs, ~/.conda/envs).",
     ),
 )
 def conda_command(recipe: str | None, sources: Sequence[Path], name: str | None, options: BuildOptions) -> None:
-    """Build the conda environment of RECIPE from its lock and prove it by distributed training.
+    """Build the conda environment of RECIPE from its lock and verify it by distributed training.
 
-    It needs no conda: packages are taken from the recipe's channels (or the site's mirrors of them), checked by sha256
-    and linked from a shared cache. The environment appears in its place only when it is whole and passed. The last line
-    of standard output is its path; conda, mamba and micromamba activate it.
+    conda is not needed: envbuild downloads packages from the recipe's channels (or the site's mirrors of them), checks
+    their sha256 and links them from a shared cache. The environment replaces an older one only after it passed
+    verification. The last line of standard output is its path; conda, mamba and micromamba can activate it.
 
     \b
     Examples:

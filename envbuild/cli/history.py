@@ -42,7 +42,7 @@ _SHORT = len("sha256:") + 8
     multiple=True,
     type=PATH,
     metavar="PATH",
-    help="Also a receipt, that of an artifact, or all receipts in a folder; repeatable.",
+    help="Include a receipt, an artifact's receipt, or all receipts of a folder; repeatable.",
 )
 @with_options("json")
 def history_command(
@@ -50,8 +50,8 @@ def history_command(
 ) -> None:
     """Show what the verifications of RECIPE measured, oldest first, with a sparkline for each metric.
 
-    Each verification on this store is recorded, passed or not: the last 100 of each kind of artifact and target. Only
-    those of one kind, target, host and shape of training are compared with each other.
+    The store records each verification, passed or failed: the last 100 for each kind of artifact and target. Only
+    verifications of the same kind, target, host and shape of training are compared.
 
     \b
     Examples:
@@ -129,8 +129,8 @@ def _lines(rows: Iterable[Mapping[str, Any]], metrics: Iterable[str]) -> list[st
     default="pass",
     show_default=True,
     metavar="step_time|pass|COMMAND",
-    help="What is bad: a slower step of training, a failed verification, or a command that a shell runs in the "
-    "environment and that does not exit with 0 (125: cannot be judged).",
+    help="The criterion for bad: a slower step of training, a failed verification, or a shell command that fails "
+    "in the environment (exit code 125: cannot be judged).",
 )
 @click.option(
     "--recipe",
@@ -155,11 +155,11 @@ def bisect_command(
     offline: bool,
     as_json: bool,
 ) -> None:
-    """Find the package, or the packages together, that broke or slowed an environment: LOCK_A is good, LOCK_B bad.
+    """Find the package or packages that broke or slowed an environment: LOCK_A is good, LOCK_B bad.
 
-    Each is a lock file, a folder that holds it for --target, or a recipe: the lock that it has now. Virtual
-    environments with some packages of each lock are built, judged and removed. For n packages that differ, a single one
-    is found by at most ceil(log2 n) + 2 builds. Exit code 5 if the locks do not differ by the metric.
+    LOCK_A and LOCK_B are lock files, folders that hold one for --target, or recipes with their current locks. envbuild
+    builds virtual environments with some packages of each lock, judges and removes them. If n packages differ, at most
+    ceil(log2 n) + 2 builds find a single culprit. Exit code 5 if the locks do not differ by the metric.
 
     \b
     Examples:

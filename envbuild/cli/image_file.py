@@ -47,7 +47,7 @@ from envbuild.recipe.targets import Target, host_arch
     type=click.Choice(["oci", "docker"]),
     default="oci",
     show_default=True,
-    help="Media types of what --push sends. docker: for `enroot import`, which asks for Docker's alone.",
+    help="Media types for --push. docker: for `enroot import`, which accepts only Docker's.",
 )
 @click.option("--out", "output", metavar="FORM:PATH", help="oci:DIR or docker-archive:FILE, in place of a daemon.")
 @build_options("verify", "no-verify", "faults", "no-bytecode", "dry-run", "locked", "offline", "report", "json")
@@ -60,10 +60,10 @@ def docker_command(
     output: str | None,
     options: BuildOptions,
 ) -> None:
-    """Build the image of RECIPE from its locks and prove it by training in two containers.
+    """Build the image of RECIPE from its locks and verify it by training in two containers.
 
-    It is assembled without a daemon, root or emulation, for any architecture. Without --out or --push it goes into the
-    docker daemon, which is sent only the layers that it lacks. Verification needs a daemon.
+    Assembles the image without a daemon, root or emulation, for any architecture. Without --out or --push it is loaded
+    into the docker daemon, which receives only the layers that it lacks. Verification needs a daemon.
 
     \b
     Examples:
@@ -155,7 +155,7 @@ def _file_options(suffix: str, converter: str, *own: Decorator) -> Decorator:
             "--out",
             type=PATH,
             metavar="FILE",
-            help=f"Where it goes. Default: build/RECIPE/TARGET/RECIPE.{suffix}; with --from as `{converter}` names it.",
+            help=f"Path of the image. Default: build/RECIPE/TARGET/RECIPE.{suffix}; with --from that of `{converter}`.",
         ),
         *own,
     )
@@ -165,10 +165,11 @@ def _file_options(suffix: str, converter: str, *own: Decorator) -> Decorator:
 @click.argument("recipe", required=False, shell_complete=complete.recipes)
 @_file_options("sqsh", "enroot import")
 def enroot_command(recipe: str | None, options: BuildOptions) -> None:
-    """Build the squashfs image of RECIPE for enroot and pyxis, and prove it by training in it.
+    """Build the squashfs image of RECIPE for enroot and pyxis, and verify it by training in it.
 
-    Needs neither enroot, root, nor a docker daemon, and writes for any architecture. What an unprivileged user can
-    launch here (enroot, or user namespaces) trains in the image before it takes its place.
+    Needs neither enroot, root, nor a docker daemon, and writes for any architecture. envbuild trains in the image with
+    a runtime that an unprivileged user can launch on this host (enroot, or user namespaces) before the image replaces
+    an older one.
 
     \b
     Examples:
@@ -195,10 +196,11 @@ def enroot_command(recipe: str | None, options: BuildOptions) -> None:
     ),
 )
 def apptainer_command(recipe: str | None, options: BuildOptions) -> None:
-    """Build the SIF of RECIPE for Apptainer and Singularity, and prove it by training in it.
+    """Build the SIF of RECIPE for Apptainer and Singularity, and verify it by training in it.
 
-    Needs neither Apptainer, root, nor a docker daemon, and writes for any architecture. What an unprivileged user can
-    launch here (Apptainer, or user namespaces) trains in the image before it takes its place.
+    Needs neither Apptainer, root, nor a docker daemon, and writes for any architecture. envbuild trains in the image
+    with a runtime that an unprivileged user can launch on this host (Apptainer, or user namespaces) before the image
+    replaces an older one.
 
     \b
     Examples:
@@ -219,13 +221,13 @@ def apptainer_command(recipe: str | None, options: BuildOptions) -> None:
         "artifacts",
         required=True,
         metavar="KIND,…",
-        help="enroot, apptainer or both: the squashfs in them is then made once.",
+        help="enroot, apptainer or both, which then share one squashfs.",
     )
 )
 def build_command(recipe: str | None, artifacts: str, options: BuildOptions) -> None:
     """Build several artifacts of RECIPE in one go, each verified, below build/.
 
-    Every kind has a command of its own, with more to choose: see `envbuild enroot --help`.
+    Each kind also has its own command with more options: see `envbuild enroot --help`.
 
     \b
     Examples:

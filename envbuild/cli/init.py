@@ -35,7 +35,7 @@ _SHOWN = 3
         metavar="PATH",
         help="A file, a project's folder, or an environment. Repeatable.",
     ),
-    click.option("--update", is_flag=True, help="Take what changed in the sources into the recipe, and show it."),
+    click.option("--update", is_flag=True, help="Update the recipe from its changed sources, and show the changes."),
     click.option(
         "--extra",
         "groups",
@@ -62,8 +62,8 @@ def init_command(
     conda-lock.yml, pixi.toml, pixi.lock, Dockerfiles, venvs and conda environments. The versions of locks become
     constraints. Each statement that the recipe does not have is listed with its place and the reason.
 
-    With --update, an existing recipe takes what changed in its sources since, and keeps what you edited. A value that
-    both changed stays as you have it, and is listed.
+    With --update, an existing recipe takes the changes of its sources, and keeps your edits. A value that changed in
+    both stays as in the recipe, and is listed.
 
     \b
     Examples:

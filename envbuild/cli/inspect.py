@@ -55,10 +55,10 @@ def inspect_command(
 ) -> None:
     """Show what ARTIFACT is: recipe, locks, base, packages, layers, settings, receipt.
 
-    ARTIFACT is a RECIPE, of which it takes what was built here, or the path of a venv, conda environment, OCI layout,
-    image archive, squashfs or SIF, venv:DIR, conda:DIR, oci:DIR[:TAG], docker-archive:FILE, sqsh:FILE, sif:FILE,
-    docker-daemon:NAME, docker://REGISTRY/NAME, or the name of an image in the docker daemon. What envbuild did not make
-    is read too. Values of variables whose names tell of secrets are hidden.
+    ARTIFACT is a RECIPE whose artifact is in ./build, or the path of a venv, conda environment, OCI layout, image
+    archive, squashfs or SIF, venv:DIR, conda:DIR, oci:DIR[:TAG], docker-archive:FILE, sqsh:FILE, sif:FILE,
+    docker-daemon:NAME, docker://REGISTRY/NAME, or the name of an image in the docker daemon. Artifacts of other tools
+    are read too. Values of variables whose names look like secrets are hidden.
 
     \b
     Examples:
@@ -186,18 +186,18 @@ def _table(title: str, rows: Sequence[Sequence[str]]) -> None:
 @click.argument("a", shell_complete=complete.recipes_or_artifacts)
 @click.argument("b", shell_complete=complete.recipes_or_artifacts)
 @click.option("--target", metavar="TARGET", shell_complete=complete.targets, help="Platform of multi-platform images.")
-@click.option("--files/--no-files", default=True, help="Compare every file (default), or packages alone.")
+@click.option("--files/--no-files", default=True, help="Compare every file (default), or only packages.")
 @click.option("--all", "everything", is_flag=True, help=f"List all files, not the first {_LINES}.")
 @with_options("exact", "json")
 def diff_command(a: str, b: str, target: str | None, files: bool, everything: bool, exact: bool, as_json: bool) -> None:
     """Compare two artifacts of any kinds: settings, packages, files. Exit code 0 equal, 1 different.
 
-    A and B are RECIPEs, of which it takes what was built here, paths of venvs, conda environments, OCI layouts, image
-    archives, squashfs images or SIFs, venv:DIR, conda:DIR, oci:DIR[:TAG], docker-archive:FILE, sqsh:FILE, sif:FILE,
+    A and B are RECIPEs whose artifacts are in ./build, paths of venvs, conda environments, OCI layouts, image archives,
+    squashfs images or SIFs, venv:DIR, conda:DIR, oci:DIR[:TAG], docker-archive:FILE, sqsh:FILE, sif:FILE,
     docker-daemon:NAME, docker://REGISTRY/NAME, or names of images in the docker daemon. A venv or conda environment is
-    compared with the environment in an image, and a venv with a conda environment by their site-packages; what differs
-    between two kinds by nature is left out, and said. Files of a venv or conda environment that changed since it was
-    verified are named.
+    compared with the environment in an image, and a venv with a conda environment by their site-packages; properties
+    that always differ between two kinds are left out and listed. Files of a venv or conda environment that changed
+    since its verification are named.
 
     \b
     Examples:
@@ -304,7 +304,7 @@ _COUNT = click.IntRange(1, 64)
 @click.option("--nproc-per-node", type=_COUNT, help="Ranks of each node. Default: the recipe's.")
 @click.option("--epochs", type=click.IntRange(2, 10000), help="Epochs to train. Default: the recipe's.")
 @click.option("--faults", is_flag=True, help="Kill a rank mid-training; the job must finish from its snapshot.")
-@click.option("--untrusted", is_flag=True, help="Also start what no signer of the site has attested.")
+@click.option("--untrusted", is_flag=True, help="Also start an artifact that no signer of the site attested.")
 @with_options("runtime", "report", "json")
 @verbosity
 def verify_command(
@@ -312,11 +312,11 @@ def verify_command(
 ) -> None:
     """Train in ARTIFACT over several simulated nodes, judge it, write its receipt.
 
-    Exit code 5 when a check fails; the receipt beside ARTIFACT then says so, and the nodes' logs are kept. Where the
-    site names signers ([trust]), only what one of them attested is started; the attested receipt then stays, and the
-    new one is ARTIFACT.here.receipt.json.
+    Exit code 5 when a check fails; the receipt beside ARTIFACT then records it, and the nodes' logs are kept. If the
+    site names signers ([trust]), only artifacts that one of them attested are started; the attested receipt then stays,
+    and the new one is ARTIFACT.here.receipt.json.
 
-    ARTIFACT is the folder of a venv or conda environment, a .sqsh or a .sif; of a RECIPE, it is what was built here.
+    ARTIFACT is the folder of a venv or conda environment, a .sqsh, a .sif, or a RECIPE whose artifact is in ./build.
 
     \b
     Examples:

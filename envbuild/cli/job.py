@@ -23,7 +23,7 @@ from envbuild.site.settings import load_site
 
 _COUNT = click.IntRange(1, 100_000)
 _launcher_option = click.option(
-    "--launcher", type=click.Choice(LAUNCHER_NAMES), help="What starts the processes of each node. Default: the site's."
+    "--launcher", type=click.Choice(LAUNCHER_NAMES), help="Launcher of the processes on each node. Default: the site's."
 )
 _unverified_option = click.option("--unverified", is_flag=True, help="Take an artifact without a passing receipt.")
 
@@ -57,9 +57,9 @@ class _WithScript(click.Command):
     "--script",
     metavar="TRAIN.py",
     shell_complete=complete.python_files,
-    help="What to train with, as nodes see it; ARGS are its own. Default: the bundled trainer.",
+    help="Training script, by its path on the nodes; ARGS are its arguments. Default: the bundled trainer.",
 )
-@click.option("--module", metavar="PKG.TRAIN", help="What to train with: a module in the artifact.")
+@click.option("--module", metavar="PKG.TRAIN", help="Training module in the artifact.")
 @click.option("--scheduler", type=click.Choice(SCHEDULER_NAMES), help="Default: the site's.")
 @click.option(
     "--strategy",
@@ -79,7 +79,7 @@ class _WithScript(click.Command):
     type=click.Choice(["c10d", "etcd-v2"]),
     default="c10d",
     show_default=True,
-    help="Where agents meet: at the head node, or at an etcd server.",
+    help="Rendezvous backend: c10d at the head node, or an etcd server.",
 )
 @click.option("--endpoint", metavar="HOST:PORT", default="", help="The etcd server.")
 @click.option("--preflight", is_flag=True, help="Check nodes and network first; see `envbuild preflight`.")
@@ -88,9 +88,9 @@ class _WithScript(click.Command):
 )
 @_unverified_option
 @with_options("exact", "target")
-@click.option("--out", type=PATH, metavar="FILE", help="Write it there. Default: print it.")
+@click.option("--out", type=PATH, metavar="FILE", help="Write the job to this file. Default: print it.")
 @click.option("--explain", is_flag=True, help="Show each value and its origin, on standard error below the script.")
-@click.option("--submit", is_flag=True, help="Hand it to the scheduler; prints the job's number.")
+@click.option("--submit", is_flag=True, help="Submit it to the scheduler, and print the job's number.")
 @with_options("json")
 def job_command(
     named: str | None,
@@ -107,10 +107,10 @@ def job_command(
 ) -> None:
     """Render the job that trains with an artifact on a cluster.
 
-    Takes the path of an artifact, NAME@sha256:… of an image in a registry, or a RECIPE (default: the only one of
+    ARTIFACT is the path of an artifact, NAME@sha256:… of an image in a registry, or a RECIPE (default: the only one of
     ./recipes, or else pt_cpu): its artifact in ./build, or in the site's [paths] shared. The artifact must have passed
-    verification, and that of a RECIPE must have the packages that it locks now. Put -- before ARGS that begin with a
-    dash.
+    verification, and the packages of a RECIPE's artifact must be those of its current lock. Put -- before ARGS that
+    begin with a dash.
 
     \b
     Examples:
@@ -180,7 +180,7 @@ def job_command(
 @click.argument("named", metavar="[RECIPE|ARTIFACT]", required=False, shell_complete=complete.recipes_or_artifacts)
 @with_options("site")
 @click.option("--host", "hosts", metavar="H1,H2", default="", help="Nodes by ssh, without a scheduler.")
-@click.option("--nproc-per-node", type=_COUNT, help="GPUs wanted of each node.")
+@click.option("--nproc-per-node", type=_COUNT, help="GPUs that each node must have.")
 @click.option("--speed", is_flag=True, help="Compare how fast nodes compute, copy memory and send, and name slow ones.")
 @_launcher_option
 @click.option("--work", metavar="DIR", help="Folder that all nodes see. Default: [paths] shared, or here.")
@@ -198,10 +198,11 @@ def preflight_command(
 ) -> None:
     """Check the nodes of an allocation, and the network between them, before training.
 
-    Run it inside of salloc or qsub -I: every node starts a small program of the artifact, tells what it has, and tries
-    to reach every other one. Names the node, the address and the remedy of what would let training hang. Takes seconds.
-    The nodes compare the files of a venv or conda environment with its manifest, with --exact their contents. Exit code
-    5 when something would. `envbuild job --preflight` puts the same before a job's training.
+    Run it inside of salloc or qsub -I: every node starts a small program of the artifact, reports its hardware and
+    software, and tries to reach every other node. envbuild names the node, the address and the fix for each finding
+    that would make training hang. It takes seconds. The nodes also compare the files of a venv or conda environment
+    with its manifest, with --exact their contents. Exit code 5 if a job would fail. `envbuild job --preflight` runs the
+    same checks before a job's training.
 
     \b
     Examples:

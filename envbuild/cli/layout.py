@@ -20,7 +20,7 @@ def _say(context: click.Context, parameter: click.Parameter, value: bool) -> Non
 def verbosity(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that say how much is printed to stderr."""
     settings: dict[str, Any] = {"is_flag": True, "expose_value": False, "is_eager": True, "callback": _say}
-    quiet = click.option("-q", "--quiet", help="Print warnings and errors alone, and the result.", **settings)
+    quiet = click.option("-q", "--quiet", help="Print only warnings, errors and the result.", **settings)
     verbose = click.option("-v", "--verbose", help="Also print each program that envbuild starts.", **settings)
     return quiet(verbose(command))
 

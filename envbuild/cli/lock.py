@@ -60,7 +60,7 @@ _ALL = "*"
     is_flag=False,
     flag_value=_ALL,
     metavar="[PKG]",
-    help="Let every package move, or only PKG (repeatable). Otherwise locked versions stay.",
+    help="Upgrade every package, or only PKG (repeatable). Otherwise locked versions stay.",
 )
 @click.option("--wheels", is_flag=True, help="Only the wheels; combines with --image and --conda.")
 @click.option(
@@ -72,11 +72,11 @@ _ALL = "*"
     type=click.Choice(SOLVERS),
     default=SOLVERS[0],
     show_default=True,
-    help="What solves conda packages: envbuild itself, or conda-lock with a conda, mamba or micromamba on PATH "
+    help="Solver of conda packages: envbuild itself, or conda-lock with a conda, mamba or micromamba on PATH "
     "(or in ENVBUILD_CONDA).",
 )
 @click.option("--check", is_flag=True, help="Change nothing; exit 3 when a lock is missing or stale.")
-@click.option("--dry-run", is_flag=True, help="Resolve and say what would change; write nothing.")
+@click.option("--dry-run", is_flag=True, help="Resolve and show the changes; write nothing.")
 @click.option(
     "--export",
     "exports",
@@ -126,13 +126,13 @@ def lock_command(
 ) -> None:
     """Make every lock that a build of RECIPE… needs, for all its targets, from any host.
 
-    These are the wheels of each target (exact versions, and the sha256 of each file that fits, no URLs), the base of
-    its container images (Debian packages, or an image's digest) with the image in which source-built layers are
-    compiled, and the packages of [conda]. pip's configuration says where wheels come from; the recipe may add indexes.
+    Locks are the wheels of each target (exact versions, and the sha256 of each suitable file, no URLs), the base of its
+    container images (Debian packages, or an image's digest) with the image in which source layers are compiled, and the
+    packages of [conda]. Wheels come from the indexes of pip's configuration; the recipe may add indexes.
 
-    Wheels are resolved again each time, and keep the locked versions that still fit. The other locks are made where
-    they are missing or the recipe changed; --upgrade renews them too. What cannot be made ends with exit code 3, after
-    all the others were made; --wheels, --image and --conda choose some.
+    Wheels are resolved again each time, and locked versions stay if they still fit. The other locks are written if they
+    are missing or the recipe changed; --upgrade renews them too. If a lock cannot be made, envbuild makes all the
+    others first and ends with exit code 3; --wheels, --image and --conda select locks.
 
     \b
     Examples:
@@ -371,9 +371,9 @@ def add_command(
 ) -> None:
     """Add packages to the recipe, and lock it again.
 
-    PACKAGE is a pip requirement, such as numpy, 'numpy>=2' or 'pkg @ git+https://…', for a recipe of conda packages a
-    match spec. A package that the recipe has gets the new version where it stands; torch gets the build of each target.
-    Comments and layout of the recipe stay. If the packages cannot be locked, nothing is changed.
+    PACKAGE is a pip requirement, such as numpy, 'numpy>=2' or 'pkg @ git+https://…', or a match spec for a recipe of
+    conda packages. If the recipe already has the package, its line gets the new version; torch gets the build of each
+    target. Comments and layout of the recipe stay. If the packages cannot be locked, nothing is changed.
 
     \b
     Examples:
@@ -394,8 +394,8 @@ def add_command(
 def remove_command(packages: Names, recipe: str | None, target: str | None, dry_run: bool, as_json: bool) -> None:
     """Remove packages from the recipe, and lock it again.
 
-    PACKAGE is a name. It goes from all lists of the recipe, or of --target, with what [indexes] and [build] say of it.
-    If the rest cannot be locked, nothing is changed.
+    PACKAGE is a name. It is removed from all lists of the recipe, or of --target, and from [indexes] and [build]. If
+    the remaining packages cannot be locked, nothing is changed.
 
     \b
     Examples:
@@ -426,15 +426,15 @@ def _finish(edit: PackageEdit, environment: Environment, dry_run: bool, as_json:
 @click.argument("recipes", nargs=-1, metavar="[RECIPE]…", shell_complete=complete.recipes)
 @with_options("targets")
 @click.option("--database", type=PATH, metavar="DIR", help="OSV's exports. Default: database in [audit] of the site.")
-@click.option("--ignore", multiple=True, metavar="ID", help="A vulnerability that does not concern you; repeatable.")
+@click.option("--ignore", multiple=True, metavar="ID", help="Vulnerability to ignore; repeatable.")
 @with_options("json")
 def audit_command(recipes: Names, targets: Names, database: Path | None, ignore: Names, as_json: bool) -> None:
     """Look up the locked packages of RECIPE… in an offline database of vulnerabilities; exit code 5 if one has any.
 
-    The database is a folder with OSV's exports, PyPI/all.zip and Debian/all.zip. A missing or damaged one, and one
-    whose newest record is older than max_age in [audit] (14d), ends with exit code 5 too: what could not be looked up
-    is not said to be good. A lock that was not made yet is named. Conda packages, and packages of an existing base
-    image, are in no database: their number is said.
+    The database is a folder with OSV's exports, PyPI/all.zip and Debian/all.zip. If it is missing, damaged or older
+    than max_age in [audit] (default 14d), the exit code is 5 too: packages that cannot be checked are never reported as
+    safe. Missing locks are named. Conda packages, and packages of an existing base image, are not covered by the
+    database; their number is printed.
 
     \b
     Examples:

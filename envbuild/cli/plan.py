@@ -46,7 +46,7 @@ from envbuild.run_environment import load_environment
     click.option(
         "--elsewhere",
         is_flag=True,
-        help="Plan a build on another host: accept what this one cannot build, such as a venv of another architecture.",
+        help="Plan a build for another host: accept builds that this host cannot run, such as another architecture.",
     ),
     click.option("--no-verify", is_flag=True, help="Plan a build that is not verified and needs no torch."),
     "locked",
@@ -54,10 +54,10 @@ from envbuild.run_environment import load_environment
     "json",
 )
 def plan_command(recipe: str | None, artifact: str, elsewhere: bool, options: BuildOptions) -> None:
-    """Show what building RECIPE would do: ordered layers, each with a digest of all that decides it.
+    """Show the steps of a build of RECIPE in order, each with a digest of its inputs.
 
-    What the build would refuse is refused here, with the same error and exit code. Nothing is written: a lock that is
-    missing or stale is resolved in memory.
+    The plan fails with the same errors and exit codes as the build would. Nothing is written: a missing or stale lock
+    is resolved in memory.
 
     \b
     Examples:
@@ -88,7 +88,7 @@ def plan_command(recipe: str | None, artifact: str, elsewhere: bool, options: Bu
         type=click.Choice(["image", "host"]),
         default="image",
         show_default=True,
-        help="image: in the image with compilers that images' layers are built in; host: by this host's compilers, for "
+        help="image: build in the builder image, for container images; host: with this host's compilers, for "
         "venv and conda.",
     ),
     "locked",
@@ -98,8 +98,8 @@ def plan_command(recipe: str | None, artifact: str, elsewhere: bool, options: Bu
 def layers_command(recipe: str | None, place: str, options: BuildOptions) -> None:
     """Build the source-built layers of RECIPE ([layers]) alone, into the store, and print their folders.
 
-    Builds of artifacts do this by themselves. Layers for another architecture are built on a node that has it; where
-    the store is shared, images are then assembled anywhere.
+    Builds of artifacts do this by themselves. Build layers for another architecture on a node that has it; if the store
+    is shared, images can then be assembled on any host.
 
     \b
     Examples:
@@ -144,18 +144,18 @@ def layers_command(recipe: str | None, place: str, options: BuildOptions) -> Non
         multiple=True,
         default=("venv",),
         show_default=True,
-        help="What is to be built from it; repeatable.",
+        help="Kind of artifact to build from it; repeatable.",
     ),
     click.option("--out", type=PATH, metavar="DIR", help="Default: build/RECIPE/TARGET/bundle."),
-    click.option("--no-tools", is_flag=True, help="Leave envbuild itself out: the nodes have it."),
+    click.option("--no-tools", is_flag=True, help="Leave out envbuild itself, which the nodes already have."),
     "offline",
     "json",
 )
 def bundle_command(recipe: str | None, kinds: tuple[str, ...], no_tools: bool, options: BuildOptions) -> None:
-    """Collect all that building RECIPE reads into a folder, for nodes without a network.
+    """Collect all inputs of a build of RECIPE in a folder, for nodes without a network.
 
-    It holds the recipe with its locks, the locked wheels and packages, sources of layers, and envbuild itself for the
-    target's platform. Put it on a file system that the nodes see.
+    The bundle contains the recipe with its locks, the locked wheels and packages, the sources of layers, and envbuild
+    itself for the target's platform. Put it on a file system that the nodes see.
 
     \b
     Examples:
@@ -201,7 +201,7 @@ def bundle_command(recipe: str | None, kinds: tuple[str, ...], no_tools: bool, o
     metavar="ARCH=LABEL",
     help="Runner of an architecture, or of one TARGET whose GPUs it has; repeatable.",
 )
-@click.option("--strict", is_flag=True, help="Exit 3 where a build is left out for want of a current lock.")
+@click.option("--strict", is_flag=True, help="Exit 3 if a build is left out because its lock is missing or stale.")
 def matrix_command(
     recipes: Names,
     artifacts: Names,
@@ -213,8 +213,8 @@ def matrix_command(
 ) -> None:
     """List the builds that a CI should run: RECIPE… × targets × artifacts, each with its runner.
 
-    Without RECIPE, all that `envbuild list` shows. A build that `envbuild plan --locked` refuses is left out, and
-    standard error says why.
+    Without RECIPE, all recipes of `envbuild list`. Builds that `envbuild plan --locked` refuses are left out, with the
+    reason on standard error.
 
     \b
     Examples:

@@ -38,8 +38,8 @@ _INDENT = " " * 21
 def list_command(as_json: bool) -> None:
     """List the recipes that can be built by name, and where each was found.
 
-    A target says which of its locks are missing or stale: wheels, image (the base of its images), builder (the image in
-    which their source-built layers are compiled), conda. `envbuild lock RECIPE` makes them.
+    Each target shows which of its locks are missing or stale: wheels, image (the base of its images), builder (the
+    image in which their source layers are compiled), conda. `envbuild lock RECIPE` makes them.
 
     \b
     Examples:
@@ -91,7 +91,7 @@ def _locked_target(name: str, locks: Mapping[str, bool]) -> str:
 @click.argument("recipe", required=False, shell_complete=complete.recipes)
 @with_options("json")
 def show_command(recipe: str | None, as_json: bool) -> None:
-    """Show RECIPE as it was understood, with defaults filled in and the state of its locks.
+    """Show RECIPE as envbuild reads it, with defaults and the state of its locks.
 
     \b
     Examples:
@@ -180,14 +180,14 @@ def _conda_lock(state: LockState[CondaLock]) -> str:
     shell_complete=complete.targets,
     help="ACCELERATOR-ARCH, such as cu126-x86_64. Default: all.",
 )
-@click.option("--driver", metavar="VERSION", help="Judge this driver of the nodes, as nvidia-smi prints it.")
+@click.option("--driver", metavar="VERSION", help="Driver version of the nodes, as nvidia-smi prints it.")
 @with_options("json")
 def check_command(recipe: str | None, target: str | None, driver: str | None, as_json: bool) -> None:
-    """Say whether what RECIPE is made of goes together, link by link, each with its source.
+    """Check whether the parts of RECIPE are compatible, link by link, each with its source.
 
-    From glibc and driver over CUDA, torch and NCCL to the plugin, libfabric and the network, and on which GPUs it runs.
-    What is locked is judged, or else what the recipe pins. Needs no network. Exit code 3 when something is known not to
-    work.
+    Checks glibc, driver, CUDA, torch, NCCL, the plugin, libfabric and the network, and lists the GPUs on which the
+    recipe runs. Locked versions are checked if there is a lock, else the pins of the recipe. Needs no network. Exit
+    code 3 when a combination is known not to work.
 
     \b
     Examples:

@@ -83,20 +83,20 @@ def _reused(parts: Mapping[str, Mapping[str, bool]]) -> str:
     required=True,
     shell_complete=complete.recipes_artifacts_or_receipts,
 )
-@click.option("--out", type=PATH, default="report.html", show_default=True, metavar="FILE", help="Where the page goes.")
+@click.option("--out", type=PATH, default="report.html", show_default=True, metavar="FILE", help="Path of the page.")
 @click.option(
     "--against",
     metavar="RECIPE|ARTIFACT|RECEIPT",
     shell_complete=complete.recipes_artifacts_or_receipts,
-    help="Show what changed since this one.",
+    help="Show the changes since this artifact or receipt.",
 )
 @click.option("--open", "show_it", is_flag=True, help="Open the page in the browser.")
 def report_command(named: Names, out: Path, against: str | None, show_it: bool) -> None:
     """Write receipts as one HTML page: verdict, checks with evidence, training, packages, SBOM.
 
-    The page is one file that loads nothing and runs nothing; it works from a disk, as an artifact of CI, on a phone and
-    on paper. Sizes of packages and the SBOM are in it where the artifact is there. Several receipts begin with a grid
-    of their verdicts, and each shows what changed since the one before it.
+    The page is one file without scripts or external resources; it works from a disk, as a CI artifact, on a phone and
+    on paper. It includes sizes of packages and the SBOM if the artifact is present. A page of several receipts begins
+    with a grid of their verdicts, and each receipt shows its changes since the one before it.
 
     \b
     Examples:

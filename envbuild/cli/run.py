@@ -62,7 +62,9 @@ class _Run(click.Command):
 @click.option(
     "--module", metavar="PKG.MODULE", help="Run this module of the artifact as the script; -- ARGS are its own."
 )
-@click.option("--script", metavar="TRAIN.py", hidden=True, shell_complete=complete.python_files, help="As SCRIPT.py.")
+@click.option(
+    "--script", metavar="TRAIN.py", hidden=True, shell_complete=complete.python_files, help="Same as SCRIPT.py."
+)
 @click.option(
     "--env",
     "given",
@@ -75,7 +77,7 @@ class _Run(click.Command):
     "binds",
     multiple=True,
     metavar="HOST[:PLACE][:ro]",
-    help="Show PROGRAM in an image a folder or file of this host, by default at the same path. Repeatable.",
+    help="Mount a folder or file of this host in the image, by default at the same path. Repeatable.",
 )
 @click.option(
     "--workdir",
@@ -86,8 +88,8 @@ class _Run(click.Command):
 @click.option(
     "--runtime",
     metavar="NAME",
-    help="What starts an image: own, or one way of it: own:mount (root), own:squashfuse, own:extract; for ranks also "
-    "enroot and apptainer. Default: own; for ranks the best here.",
+    help="Runtime of an image: own, or one of its methods: own:mount (root), own:squashfuse, own:extract; for ranks "
+    "also enroot and apptainer. Default: own; for ranks the best here.",
 )
 @click.option("--unverified", is_flag=True, help="Take an artifact without a passing receipt.")
 @with_options("target")
@@ -110,12 +112,12 @@ def run_command(
     SCRIPT.py is a file of this folder. torchrun starts it as every rank, in this folder, which an image shows as its
     work folder. Each line of output starts with [NODE.RANK], and the exit code is torchrun's.
 
-    Any other PROGRAM starts once, with this terminal; its exit code is this command's. With --nodes or
-    --nproc-per-node, it too is started as every rank. In an image it has this host's network, devices, /dev/shm, GPU
-    driver and names, and the job's variables (SLURM_*, NCCL_*, …); that needs neither a container runtime nor root.
+    Any other PROGRAM starts once, on this terminal; its exit code is this command's. With --nodes or --nproc-per-node,
+    it too is started as every rank. In an image it gets this host's network, devices, /dev/shm, GPU driver, host and
+    user names, and the job's variables (SLURM_*, NCCL_*, …); that needs neither a container runtime nor root.
 
-    Takes the path of an artifact, or the venv, conda environment, .sqsh or .sif that was built of RECIPE. Default: the
-    only recipe of ./recipes, or else pt_cpu.
+    ARTIFACT is the path of an artifact, or a RECIPE: its venv, conda environment, .sqsh or .sif in ./build. Default:
+    the only recipe of ./recipes, or else pt_cpu.
 
     \b
     Examples:

@@ -46,11 +46,12 @@ if TYPE_CHECKING:
 def push_command(named: str, reference: str, as_json: bool) -> None:
     """Push ARTIFACT, with its receipt and attestations, to REF in a registry.
 
-    ARTIFACT is a .sqsh or .sif file, the folder of a venv or conda environment, or oci:DIR, a layout that `envbuild
-    docker --out` wrote; of a RECIPE, it is what was built here. It needs a passing receipt, except for a layout.
+    ARTIFACT is a .sqsh or .sif file, the folder of a venv or conda environment, oci:DIR (a layout that `envbuild docker
+    --out` wrote), or a RECIPE whose artifact is in ./build. It needs a passing receipt, except for a layout.
 
-    A file goes there in the segments of its layers, an environment as what it was built from: registries keep once what
-    several share, and `envbuild pull` fetches only what is not there yet. `docker pull` takes a layout from there.
+    Files are pushed as the segments of their layers, and environments as the packages they were built from. A registry
+    stores shared blobs once, and `envbuild pull` downloads only what the store lacks. `docker pull` can pull a pushed
+    layout.
 
     \b
     Examples:
@@ -79,9 +80,9 @@ def push_command(named: str, reference: str, as_json: bool) -> None:
 def pull_command(reference: str, out: Path, no_verify: bool, as_json: bool) -> None:
     """Pull what `envbuild push` pushed to REF, with its receipt and attestations.
 
-    Only what the store lacks is fetched. A file has the same bytes as the one that was pushed. A venv or conda
-    environment is built from the same packages by the same plan, and verified: it has its path in its files. Where the
-    site names signers ([trust]), only what one of them attested is taken.
+    Downloads only what the store lacks. A file is byte-identical to the one that was pushed. A venv or conda
+    environment is built again from the same packages by the same plan, and verified, since its files contain its path.
+    If the site names signers ([trust]), only artifacts that one of them attested are pulled.
 
     \b
     Examples:
@@ -186,15 +187,15 @@ def attest_command(
     exact: bool,
     as_json: bool,
 ) -> None:
-    """Sign the passing receipt of ARTIFACT: others, who have your public key, then trust it.
+    """Sign the passing receipt of ARTIFACT, so that others who have your public key trust it.
 
-    ARTIFACT is a path, or NAME@sha256:… in a registry; of a RECIPE, it is what was built here. Its content is compared
-    with the receipt first. The folder of a bundle has no receipt: all of its files are attested. Writes the attestation
-    beside it, as ARTIFACT.sigstore.json: an in-toto statement in a Sigstore bundle, which cosign reads too. That of an
-    image in a registry is also attached to it there. A .sif gets its attestations and a signature inside, too:
-    `apptainer verify --key PUBLIC ARTIFACT` checks it. A passphrase is asked for, or taken from
-    ENVBUILD_KEY_PASSPHRASE. KMS URIs, such as awskms:… or gcpkms:…, are securesystemslib's, and need what it needs for
-    them.
+    ARTIFACT is a path, NAME@sha256:… in a registry, or a RECIPE whose artifact is in ./build. Its content is compared
+    with the receipt first. A bundle has no receipt: all of its files are attested. The attestation is written beside
+    it, as ARTIFACT.sigstore.json: an in-toto statement in a Sigstore bundle, which cosign can read. The attestation of
+    an image in a registry is also attached to it there. A .sif also gets its attestations and a signature inside the
+    file: `apptainer verify --key PUBLIC ARTIFACT` checks it. envbuild asks for a passphrase, or takes it from
+    ENVBUILD_KEY_PASSPHRASE. KMS URIs, such as awskms:… or gcpkms:…, are handled by securesystemslib, which needs the
+    extras of each KMS.
 
     \b
     Examples:
@@ -264,21 +265,23 @@ def _attest(
 
 @click.command("trust")
 @click.argument("named", metavar="RECIPE|ARTIFACT", shell_complete=complete.recipes_or_artifacts)
-@click.option("--recipe", metavar="NAME", help="Refuse it too if it is of another recipe, whoever signed that.")
+@click.option("--recipe", metavar="NAME", help="Refuse an artifact of another recipe, even if it is signed.")
 @with_options("site", "target", "exact", "json")
 def trust_command(
     named: str, recipe: str | None, site: str | None, target: str | None, exact: bool, as_json: bool
 ) -> None:
-    """Say whether ARTIFACT is trusted by the [trust] table of the site; exit code 5 if it is not.
+    """Check whether the [trust] table of the site trusts ARTIFACT; exit code 5 if it does not.
 
-    Its content is compared with its receipt, and the receipt with what a signer of the site attested. For an image in
-    a registry without an attested receipt here, these are what is attached to it there. `envbuild job` does the same
-    where the site names signers. Of a bundle, every file is compared: ask before it is built from.
+    Compares the artifact's content with its receipt, and the receipt with the attestation of a signer of the site. For
+    an image in a registry without an attested receipt on this host, envbuild reads those attached to it in the
+    registry. `envbuild job` does the same if the site names signers. Of a bundle, every file is compared: run this
+    before you build from it.
 
-    ARTIFACT is a path, or NAME@sha256:… in a registry; of a RECIPE, it is what was built here.
+    ARTIFACT is a path, NAME@sha256:… in a registry, or a RECIPE whose artifact is in ./build.
 
-    It may be REGISTRY/NAME:TAG, too: an image, or what `envbuild push` pushed, whose content `pull` compares. A
-    tag can be moved to something else that is signed: --recipe, or [trust] names of the site, says what it stands for.
+    REGISTRY/NAME:TAG is accepted too: an image, or an artifact that `envbuild push` pushed, whose content `pull`
+    compares. A tag can be moved to another signed artifact: --recipe, or [trust] names in the site file, sets the
+    recipe that it must be of.
 
     \b
     Examples:

@@ -28,15 +28,15 @@ _MARKS = {"ok": "ok", "info": "-", "warn": "!", "fail": "FAIL"}
 
 
 @click.command("doctor")
-@click.option("--offline", is_flag=True, help="Ask nothing over a network.")
+@click.option("--offline", is_flag=True, help="Make no network requests.")
 @with_options("json")
 @verbosity
 def doctor_command(offline: bool, as_json: bool) -> None:
     """Look at this host: tools, kernel, file systems, GPUs, network, scheduler, sources of packages.
 
-    Prints the findings that need attention, with --verbose all of them. Ends with what each of the five artifacts can
-    and cannot do here, and what to change. Takes less than five seconds, changes nothing and needs no root. Exit code 6
-    when no artifact can be built here, else 0.
+    Prints the findings that need attention; --verbose prints all of them. Ends with the abilities and limits of this
+    host for each of the five kinds of artifacts, and how to lift the limits. Takes less than five seconds, changes
+    nothing and needs no root. Exit code 6 when no artifact can be built here, else 0.
 
     \b
     Examples:
@@ -185,7 +185,7 @@ def site_command() -> None:
 @click.option(
     "--from", "origin", metavar="SITE", shell_complete=complete.sites, help="Copy this site's file, with its comments."
 )
-@click.option("--force", is_flag=True, help="Write over a file that exists.")
+@click.option("--force", is_flag=True, help="Replace an existing file.")
 def init_command(out: Path | None, origin: str | None, force: bool) -> None:
     """Write a commented site file for this host, or a copy of another site's to change.
 
@@ -225,11 +225,11 @@ def _file_of(site: str) -> str:
 
 @site_command.command("show")
 @click.argument("site", required=False, shell_complete=complete.sites)
-@click.option("--all", "everything", is_flag=True, help="Defaults, too.")
+@click.option("--all", "everything", is_flag=True, help="Also print defaults.")
 @click.option("--file", "as_file", is_flag=True, help="Print SITE's file as it is, with comments and {user}.")
 @with_options("json")
 def show_command(site: str | None, everything: bool, as_file: bool, as_json: bool) -> None:
-    """Print what SITE says, and where each value is from.
+    """Print the settings of SITE, and the origin of each.
 
     \b
     Examples:
@@ -269,13 +269,13 @@ def _setting(row: EffectiveSetting) -> str:
 
 @site_command.command("check")
 @click.argument("site", required=False, shell_complete=complete.sites)
-@click.option("--offline", is_flag=True, help="Ask nothing over a network.")
+@click.option("--offline", is_flag=True, help="Make no network requests.")
 @with_options("json")
 def check_command(site: str | None, offline: bool, as_json: bool) -> None:
-    """Judge SITE: mistakes, contradictions, and what this host shows to be wrong.
+    """Check SITE for mistakes, contradictions, and differences from this host.
 
-    What can only be judged on a login node or a node of the site is said to be so. Exit code 2 when something is wrong,
-    0 else.
+    Checks that need a login node or a compute node of the site are reported as "not checked". Exit code 2 when
+    something is wrong, else 0.
 
     \b
     Examples:

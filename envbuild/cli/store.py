@@ -41,8 +41,9 @@ def store_command() -> None:
 def check_command(as_json: bool) -> None:
     """Read every file of the store and compare it with its sha256; remove what is damaged.
 
-    Builds compare what they use, once after each boot. This reads everything: after a failing disk, or after others
-    could write to the store. The next build fetches or makes again what was removed. Exit code 5 when something was.
+    Builds compare the files they use, once after each boot. This command reads the whole store: run it after a disk
+    failure, or if others could write to the store. The next build downloads or builds the removed files again. Exit
+    code 5 when a file was removed.
 
     \b
     Examples:
@@ -66,7 +67,7 @@ def check_command(as_json: bool) -> None:
 @store_command.command("status")
 @with_options("json")
 def status_command(as_json: bool) -> None:
-    """Show what the store holds: by kind, by recipe, and by the time of the last use.
+    """Show the contents of the store: by kind, by recipe, and by the time of the last use.
 
     A recipe's own items are those that no other recipe used; --recipe of `store prune` removes them.
 
@@ -106,19 +107,22 @@ def status_command(as_json: bool) -> None:
 
 
 @store_command.command("prune")
-@click.option("--older-than", metavar="AGE", help="What was not used for AGE, such as 12h, 30d or 8w.")
-@click.option("--keep", metavar="SIZE", help="What was not used for longest, until SIZE, such as 50G, remains.")
+@click.option("--older-than", metavar="AGE", help="Remove items not used for AGE, such as 12h, 30d or 8w.")
+@click.option("--keep", metavar="SIZE", help="Remove the least recently used items until SIZE, such as 50G, remains.")
 @click.option(
-    "--recipe", metavar="NAME", shell_complete=complete.recipes, help="Only what no other recipe than NAME used."
+    "--recipe",
+    metavar="NAME",
+    shell_complete=complete.recipes,
+    help="Remove only items that no other recipe than NAME used.",
 )
 @click.option("--dry-run", is_flag=True, help="Remove nothing; list what would be removed.")
 @with_options("json")
 def prune_command(older_than: str | None, keep: str | None, recipe: str | None, dry_run: bool, as_json: bool) -> None:
-    """Remove what is not used from the store.
+    """Remove unused items from the store.
 
-    It may run beside builds: what they use stays. Environments and images keep their files, and a later build fetches
-    or makes again what it lacks. --older-than and --keep together remove what either would. The key store_bytes in
-    [limits] of the site file sets a limit that each run keeps.
+    It may run beside builds: files in use stay. Environments and images keep their files; a later build downloads or
+    builds again the files it needs. --older-than and --keep together remove items that either option would remove. The
+    key store_bytes in [limits] of the site file sets a limit that each run keeps.
 
     \b
     Examples:
@@ -169,9 +173,9 @@ def _given(option: str, text: str | None, read: Callable[[str], int | None], exa
 def cache_command() -> None:
     """Share the results of builds in a registry: layers, segments, source-built layers and wheels.
 
-    The key cache in the site file, or ENVBUILD_CACHE=oci://REGISTRY/NAME, names the repository. Builds then fetch what
-    others made, by the digest of its inputs. With cache_mode (ENVBUILD_CACHE_MODE) write or readwrite they upload what
-    they made. A cache that does not answer, and an entry that is wrong, never make a build fail.
+    The key cache in the site file, or ENVBUILD_CACHE=oci://REGISTRY/NAME, sets the repository. Builds then download
+    results of others, found by the digest of their inputs. With cache_mode (ENVBUILD_CACHE_MODE) write or readwrite
+    they also upload their own. An unreachable cache or an invalid entry never makes a build fail.
 
     \b
     Examples:
@@ -183,7 +187,7 @@ def cache_command() -> None:
 @cache_command.command("status")
 @with_options("json")
 def cache_status_command(as_json: bool) -> None:
-    """Show the cache: its repository, mode and signers, and what it has by kind.
+    """Show the cache: its repository, mode and signers, and its entries by kind.
 
     \b
     Examples:
@@ -210,9 +214,10 @@ def cache_status_command(as_json: bool) -> None:
 @click.argument("recipes", metavar="RECIPE…", nargs=-1, required=True, shell_complete=complete.recipes)
 @with_options("json")
 def push_command(recipes: tuple[str, ...], as_json: bool) -> None:
-    """Upload what builds of each RECIPE in this store have used.
+    """Upload the items of this store that builds of each RECIPE used.
 
-    Builds in the mode write or readwrite do this for what they make; this is for a store that was filled before.
+    Builds in the modes write and readwrite upload their results themselves; use this for a store that was filled
+    earlier.
 
     \b
     Examples:
@@ -235,7 +240,7 @@ def push_command(recipes: tuple[str, ...], as_json: bool) -> None:
 @click.argument("recipes", metavar="RECIPE…", nargs=-1, required=True, shell_complete=complete.recipes)
 @with_options("json")
 def pull_command(recipes: tuple[str, ...], as_json: bool) -> None:
-    """Fetch what `cache push` or `cache warm` uploaded of each RECIPE, for later work without a network.
+    """Download the entries of each RECIPE, uploaded by `cache push` or `cache warm`, for later work without a network.
 
     \b
     Examples:
@@ -256,9 +261,9 @@ def pull_command(recipes: tuple[str, ...], as_json: bool) -> None:
 @click.argument("recipes", metavar="RECIPE…", nargs=-1, required=True, shell_complete=complete.recipes)
 @with_options("target", "locked", "json")
 def warm_command(recipes: tuple[str, ...], target: str | None, locked: bool, as_json: bool) -> None:
-    """Fetch or make every layer of the images of each RECIPE, and upload those that the cache lacks.
+    """Download or build every layer of the images of each RECIPE, and upload those that the cache lacks.
 
-    Nothing is put together or verified: builds of images, .sqsh and .sif do that, with these layers.
+    No image is written or verified: builds of images, .sqsh and .sif do that with these layers.
 
     \b
     Examples:
