@@ -68,7 +68,7 @@ def diagnoses(context: Context) -> Seen:
     flight.mkdir(parents=True)
     failures = dict(_FAILURES)
     if context.nccl:
-        failures["nccl-versions"] = (_PAIR, _OTHER_NCCL)
+        failures["nccl-truncated"] = (_PAIR, _OTHER_NCCL)
     commands, owners = [], []
     for number, (name, (program, env)) in enumerate(failures.items()):
         for rank in range(2 if program in _PAIRS else 1):

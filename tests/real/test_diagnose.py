@@ -177,4 +177,4 @@ def test_what_lint_finds_in_a_script_is_what_diagnose_finds_in_its_log(cluster: 
     assert cluster.wait(number, LIMIT_S).state == "FAILED"
     found = diagnosed(cluster, "hand")[0]
     assert found["id"] == "head-only-quiet"
-    assert "started on the head only" in found["cause"]
+    assert "start torchrun on every node" in found["remedy"]

@@ -342,7 +342,7 @@ def test_a_planted_fault_passes_only_if_exactly_its_checks_fail(
     ("plant", "cause"),
     [
         ("plant_plugin", "NCCL did not find its network plugin: …"),
-        ("plant_library", "the shared library {library} is cut off or damaged"),
+        ("plant_library", "{library} is no shared library, or not a whole one (file too short)"),
     ],
 )
 def test_the_cause_must_name_the_planted_fault(
