@@ -40,7 +40,7 @@ def visible_chips() -> list[str]:
     count, device = ctypes.c_int(), ctypes.c_int()
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return []
-    found = []
+    chips = []
     for number in range(count.value):
         major, minor = ctypes.c_int(), ctypes.c_int()
         if (
@@ -49,8 +49,8 @@ def visible_chips() -> list[str]:
             or driver.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
         ):
             continue
-        found.append(f"sm_{major.value}{minor.value}")
-    return found
+        chips.append(f"sm_{major.value}{minor.value}")
+    return chips
 
 
 def main(argv: Sequence[str]) -> int:

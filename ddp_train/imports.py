@@ -19,15 +19,15 @@ def import_modules(environ: Mapping[str, str]) -> dict[str, str]:
 
     Modules may print, exit or fail in any way. One that ends the process by a signal is the last in the log.
     """
-    found = {}
+    failures = {}
     for name in environ.get(IMPORTS, "").split():
         print(f"importing {name}", file=sys.stderr, flush=True)
         try:
             importlib.import_module(name)
-            found[name] = ""
+            failures[name] = ""
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an import may raise anything
-            found[name] = f"{type(error).__name__}: {error}"[:_LONGEST]
-    return found
+            failures[name] = f"{type(error).__name__}: {error}"[:_LONGEST]
+    return failures
 
 
 def main(report: str) -> None:

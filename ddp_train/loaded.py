@@ -40,13 +40,13 @@ def connections(proc: Path = _PROC) -> list[list[str]]:
             continue
         if target.startswith("socket:["):
             own.add(target[8:-1])
-    found = set()
+    pairs = set()
     for name in ("tcp", "tcp6"):
         for line in _lines(proc / "net" / name)[1:]:
             fields = line.split()
             if len(fields) > 9 and fields[3] == _ESTABLISHED and fields[9] in own:
-                found.add((_address(fields[1]), _address(fields[2])))
-    return [list(pair) for pair in sorted(found)]
+                pairs.add((_address(fields[1]), _address(fields[2])))
+    return [list(pair) for pair in sorted(pairs)]
 
 
 class _SockAddr(ctypes.Structure):
@@ -70,7 +70,7 @@ _IfAddrs._fields_ = [
 
 def interfaces() -> dict[str, list[str]]:
     """Return the addresses of each network interface; empty if the C library lacks getifaddrs or it fails."""
-    found: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     first = ctypes.POINTER(_IfAddrs)()
     try:
         libc = ctypes.CDLL(None)
@@ -81,19 +81,19 @@ def interfaces() -> dict[str, list[str]]:
     try:
         entry = first
         while entry:
-            one = entry.contents
-            if one.address:
-                family, data = one.address.contents.family, bytes(one.address.contents.data)
-                name = one.name.decode(errors="replace")
+            address = entry.contents
+            if address.address:
+                family, data = address.address.contents.family, bytes(address.address.contents.data)
+                name = address.name.decode(errors="replace")
                 # The family is followed by a port, for IPv6 also by the flow label, and then by the address.
                 if family == socket.AF_INET:
-                    found.setdefault(name, []).append(str(ipaddress.ip_address(data[2:6])))
+                    by_name.setdefault(name, []).append(str(ipaddress.ip_address(data[2:6])))
                 elif family == socket.AF_INET6:
-                    found.setdefault(name, []).append(str(ipaddress.ip_address(data[6:22])))
-            entry = one.next
+                    by_name.setdefault(name, []).append(str(ipaddress.ip_address(data[6:22])))
+            entry = address.next
     finally:
         libc.freeifaddrs(first)
-    return found
+    return by_name
 
 
 def _address(text: str) -> str:

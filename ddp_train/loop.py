@@ -233,8 +233,8 @@ def _work(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> Gro
     data = _load_data(arguments, group)
     torch.manual_seed(arguments.seed)
     model = build_model(arguments.model, data.classes).to(group.device)
-    found, optimizer = resume(arguments, group, store, model)
-    start = 0 if found.snapshot is None else int(found.snapshot["EPOCHS_RUN"])
+    search, optimizer = resume(arguments, group, store, model)
+    start = 0 if search.snapshot is None else int(search.snapshot["EPOCHS_RUN"])
     trainer = Trainer(arguments, group, data, model, optimizer)
     if start >= arguments.total_epochs and group.leads:
         log(f"Nothing left to do: {start} of {arguments.total_epochs} epochs are finished")
@@ -266,8 +266,8 @@ def _work(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> Gro
         "dataset_size": len(data),
         "steps_per_epoch": trainer.steps,
         "start_epoch": start,
-        "resumed_from": found.path,
-        "rejected_snapshots": found.rejected,
+        "resumed_from": search.path,
+        "rejected_snapshots": search.rejected,
         "total_epochs": arguments.total_epochs,
         "losses": losses,
         "snapshots": saved,

@@ -28,7 +28,7 @@ class _HostError(Exception):
 
 def run_operations(device: Any, request: Mapping[str, Any]) -> Results:
     """Return the results of each of the request's `cases` on `device`, with the `inputs` of their operation."""
-    found: Results = {}
+    results: Results = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for op, dtype in request["cases"]:
@@ -36,13 +36,13 @@ def run_operations(device: Any, request: Mapping[str, Any]) -> Results:
             try:
                 parts = _OPERATIONS[op](given)
             except _HostError as error:
-                found[f"{op} {dtype}"] = f"host: {error}"
+                results[f"{op} {dtype}"] = f"host: {error}"
             except Exception as error:  # noqa: BLE001 - a changed operation can fail in any way
                 cause = "host" if dtype == "bfloat16" and _lacks_bfloat16(device) else "error"
-                found[f"{op} {dtype}"] = f"{cause}: {type(error).__name__}: {one_line(error)}"
+                results[f"{op} {dtype}"] = f"{cause}: {type(error).__name__}: {one_line(error)}"
             else:
-                found[f"{op} {dtype}"] = {part: _flat(value) for part, value in parts.items()}
-    return found
+                results[f"{op} {dtype}"] = {part: _flat(value) for part, value in parts.items()}
+    return results
 
 
 def _lacks_bfloat16(device: Any) -> bool:
@@ -107,10 +107,10 @@ def _layer_norm(given: _Inputs) -> dict[str, Any]:
 def _batch_norm(given: _Inputs) -> dict[str, Any]:
     values = given.values
     norm = torch.nn.BatchNorm2d(len(values["weight"]), eps=values["eps"], momentum=values["momentum"])
-    found = _through(given.fill(norm), given)
-    found.update((name, buffer.clone()) for name, buffer in norm.named_buffers())
+    outputs = _through(given.fill(norm), given)
+    outputs.update((name, buffer.clone()) for name, buffer in norm.named_buffers())
     with torch.no_grad():
-        return {**found, "output in evaluation": norm.eval()(given.tensor("input"))}
+        return {**outputs, "output in evaluation": norm.eval()(given.tensor("input"))}
 
 
 def _attention(given: _Inputs, **options: Any) -> dict[str, Any]:
@@ -136,16 +136,16 @@ def _cross_entropy(given: _Inputs) -> dict[str, Any]:
 
 
 def _clip_grad_norm(given: _Inputs) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for limit in ("below", "above"):
         parameters = []
         for name in ("first", "second"):
             parameters.append(torch.nn.Parameter(torch.zeros_like(given.tensor(name))))
             parameters[-1].grad = given.tensor(name)
         norm = torch.nn.utils.clip_grad_norm_(parameters, given.values[limit])
-        clipped = torch.cat([one.grad.flatten() for one in parameters])
-        found.update({f"norm, limit {limit} it": norm.reshape(1), f"gradients, limit {limit} their norm": clipped})
-    return found
+        clipped = torch.cat([parameter.grad.flatten() for parameter in parameters])
+        results.update({f"norm, limit {limit} it": norm.reshape(1), f"gradients, limit {limit} their norm": clipped})
+    return results
 
 
 class _Samples:
@@ -179,8 +179,8 @@ def _data_loader(given: _Inputs) -> dict[str, Any]:
         loaders[f"share {rank} of 2"] = torch.utils.data.DataLoader(samples, sampler=sampler, **options)
     batches = {name: list(loader) for name, loader in loaders.items()}
     return {
-        **{name: [sample for batch in found for sample in batch] for name, found in batches.items()},
-        "sizes of batches": [len(batch) for found in batches.values() for batch in found],
+        **{name: [sample for batch in batch_list for sample in batch] for name, batch_list in batches.items()},
+        "sizes of batches": [len(batch) for batch_list in batches.values() for batch in batch_list],
     }
 
 

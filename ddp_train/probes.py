@@ -41,13 +41,13 @@ def run_probes(group: Group, environ: Mapping[str, str]) -> dict[str, Any]:
         raise TrainError(f"cannot read the probes in {path}: {os_reason(error)}", BAD_INPUT) from None
     if group.backend is None:
         return {"operations": run_operations(group.device, request["operations"])}
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for check, cases in request["cases"].items():
-        found[check] = {
+        results[check] = {
             f"{op} {dtype} × {numel}": _result(group, request, op, dtype, numel) for op, dtype, numel in cases
         }
     return {
-        **found,
+        **results,
         "barrier": _barrier(group, request["source"]),
         "sampler": _shares(group, **request["sampler"]),
         "optimizer": _steps(group, **request["optimizer"]),
@@ -64,17 +64,17 @@ def _result(group: Group, request: dict[str, Any], op: str, dtype: str, numel: i
 
 def _collective(group: Group, request: dict[str, Any], op: str, dtype: str, numel: int) -> Any:
     world, distributed = group.place.world_size, torch.distributed
-    one = torch.tensor(request["values"][group.place.rank]).to(getattr(torch, dtype)).to(group.device)
+    values = torch.tensor(request["values"][group.place.rank]).to(getattr(torch, dtype)).to(group.device)
 
     def tiled(size: int) -> Any:
-        return one.repeat(size // len(one) + 1)[:size].contiguous()
+        return values.repeat(size // len(values) + 1)[:size].contiguous()
 
     if op == "all_gather":
-        parts = [torch.zeros(numel, dtype=one.dtype, device=group.device) for _ in range(world)]
+        parts = [torch.zeros(numel, dtype=values.dtype, device=group.device) for _ in range(world)]
         distributed.all_gather(parts, tiled(numel))
         return torch.cat(parts)
     if op == "reduce_scatter":
-        result = torch.zeros(numel, dtype=one.dtype, device=group.device)
+        result = torch.zeros(numel, dtype=values.dtype, device=group.device)
         distributed.reduce_scatter(result, list(tiled(numel * world).chunk(world)))
         return result
     tensor = tiled(numel)
@@ -108,11 +108,11 @@ def _shares(group: Group, size: int, epochs: list[int], seed: int) -> list[list[
     sampler = torch.utils.data.distributed.DistributedSampler(
         range(size), num_replicas=group.place.world_size, rank=group.place.rank, shuffle=True, seed=seed
     )
-    found = []
+    indices = []
     for epoch in epochs:
         sampler.set_epoch(epoch)
-        found.append(list(sampler))
-    return found
+        indices.append(list(sampler))
+    return indices
 
 
 def _steps(group: Group, start: list[float], data: list[Any], **options: dict[str, Any]) -> dict[str, list[float]]:
@@ -120,7 +120,7 @@ def _steps(group: Group, start: list[float], data: list[Any], **options: dict[st
 
     Return its parameters after each step by optimizer.
     """
-    found = {}
+    losses = {}
     for name, settings in options.items():
         model = torch.nn.Linear(len(start) - 1, 1).to(torch.float64).to(group.device)
         with torch.no_grad():
@@ -135,5 +135,5 @@ def _steps(group: Group, start: list[float], data: list[Any], **options: dict[st
             torch.nn.functional.mse_loss(step_model(rows[:, :-1]), rows[:, -1:]).backward()
             optimizer.step()
             values += [*model.weight.detach().flatten().tolist(), *model.bias.detach().tolist()]
-        found[name] = [value if math.isfinite(value) else 1e300 for value in values]  # JSON has no NaN
-    return found
+        losses[name] = [value if math.isfinite(value) else 1e300 for value in values]  # JSON has no NaN
+    return losses

@@ -37,15 +37,15 @@ def wait_for_turn(environ: Mapping[str, str], group: Group) -> None:
 
 def resume(arguments: Arguments, group: Group, store: SnapshotFile, model: Any) -> tuple[Found, Any]:
     """Let rank 0 find a snapshot and send it to all ranks; return it and the optimizer."""
-    found = Found(None, None)
+    search = Found(None, None)
     if group.leads:
-        found = store.find(model, arguments.model)
+        search = store.find(model, arguments.model)
     # An empty dictionary means "none": every rank takes part in either case.
-    payload = group.broadcast(to_bytes(found.snapshot or {}) if group.leads else None)
+    payload = group.broadcast(to_bytes(search.snapshot or {}) if group.leads else None)
     snapshot = from_bytes(payload)
     if not snapshot:
-        return found, build_optimizer(model, arguments.lr)
+        return search, build_optimizer(model, arguments.lr)
     optimizer = apply_snapshot(snapshot, model, arguments.lr)
     if group.leads:
         log(f"Resuming training from snapshot at Epoch {snapshot['EPOCHS_RUN']}")
-    return Found(snapshot, found.path, found.rejected), optimizer
+    return Found(snapshot, search.path, search.rejected), optimizer

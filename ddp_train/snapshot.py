@@ -116,12 +116,12 @@ def _check_model_state(state: Any, model: Any) -> None:
     if set(state) != set(expected):
         raise SnapshotError(f"of another model: it has {_names(state)}, this model has {_names(expected)}")
     for name, tensor in expected.items():
-        found = state[name]
-        if not _is_tensor(found):
+        value = state[name]
+        if not _is_tensor(value):
             raise SnapshotError(f"{name} is not a tensor")
-        if found.shape != tensor.shape or found.dtype != tensor.dtype:
+        if value.shape != tensor.shape or value.dtype != tensor.dtype:
             raise SnapshotError(
-                f"of another model: {name} is {found.dtype} of shape {tuple(found.shape)},"
+                f"of another model: {name} is {value.dtype} of shape {tuple(value.shape)},"
                 f" expected {tensor.dtype} of shape {tuple(tensor.shape)}"
             )
 

@@ -142,7 +142,9 @@ def judge_bundle(path: Path, trust: TrustTable, workers: int, recipe: str = "") 
     check_recipe(path, about.get("recipe"), trust, (str(path.absolute()), str(path.resolve())), recipe)
     assert signed_as is not None, "its digest was signed"
     both = signed_as.rows.keys() | manifest.rows.keys()
-    if changed := sorted(one for one in both if signed_as.rows.get(one) != manifest.rows.get(one)):
+    if changed := sorted(
+        path_text for path_text in both if signed_as.rows.get(path_text) != manifest.rows.get(path_text)
+    ):
         raise VerificationError(
             f"{path}: {shown(changed)} changed since it was attested",
             "copy the bundle again, with its modes (cp -a). Builds write into it: verify it before the first one",
@@ -158,7 +160,7 @@ def tools_python(loaded: LoadedRecipe) -> str:
 
 def _put_tools(folder: Path, target: Target, python: str, environment: Environment, offline: bool) -> None:
     """Install envbuild and its dependencies into `folder`, for use in PYTHONPATH."""
-    wanted = [text for text in metadata.requires("envbuild") or () if "extra ==" not in text]
+    requirements = [text for text in metadata.requires("envbuild") or () if "extra ==" not in text]
     settings = folder.parent / ".uv.toml"
     environment.write_uv_settings(settings, ())
     try:
@@ -181,7 +183,7 @@ def _put_tools(folder: Path, target: Target, python: str, environment: Environme
                 "--python",
                 sys.executable,
                 *(["--offline"] if offline else []),
-                *wanted,
+                *requirements,
             ],
             env=environment.uv_environment(),
             check=False,

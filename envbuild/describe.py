@@ -140,7 +140,7 @@ def _packages(contents: Inventory | None) -> dict[str, Any]:
         names = ("conda_packages", "python_packages", "debian_packages", "source_built", "host_layers", "fabric")
         return dict.fromkeys((*names, "project"))
     optional = ("sha256", "license", "record")
-    told, project = contents.state.get("layers"), contents.state.get("project")
+    layers, project = contents.state.get("layers"), contents.state.get("project")
     return {
         "conda_packages": [
             {k: v or None if k in optional else v for k, v in asdict(package).items()} for package in contents.conda
@@ -157,7 +157,7 @@ def _packages(contents: Inventory | None) -> dict[str, Any]:
         # Layers that the environment takes from the nodes.
         "host_layers": [
             {name: layer.get(name) for name in ("name", "version", "path")}
-            for layer in (told if isinstance(told, list) else ())
+            for layer in (layers if isinstance(layers, list) else ())
             if isinstance(layer, dict) and layer.get("path")
         ],
         "fabric": contents.state.get("fabric"),

@@ -129,11 +129,11 @@ class Environment:
         return probe_index(index, self.pip, self.variables)
 
 
-def uv_hint(said: str, status: int) -> str:
-    """Return the hint for uv's error message `said` and its exit status."""
+def uv_hint(output: str, status: int) -> str:
+    """Return the hint for uv's error message `output` and its exit status."""
     if status < 0:
         return process.KILLED
-    text = said.lower()
+    text = output.lower()
     if "no space left" in text or "quota" in text:
         return write_hint(errno.ENOSPC)
     if "read-only file system" in text or "permission denied" in text:

@@ -159,7 +159,7 @@ def exec_image(
     )
     image = open_image_file(path, accelerator=accelerator)
     home = environment.variables.get("HOME")
-    told = {
+    settings = {
         "format": image.format,
         "program": command[0],
         "arguments": list(command[1:]),
@@ -173,14 +173,14 @@ def exec_image(
     }
     way = runtime.partition(":")[2]
     refused = []
-    for one in (way,) if way else WAYS:
+    for method in (way,) if way else WAYS:
         try:
-            return _start(image, one, told, environment, log)
+            return _start(image, method, settings, environment, log)
         except WayUnavailable as error:
-            refused.append(f"{one}: {error}")
+            refused.append(f"{method}: {error}")
     raise HostError(
         f"{image.path} cannot be started here; {'; '.join(refused)}",
-        f"choose another way: --runtime {' or '.join(f'{OWN}:{one}' for one in WAYS if one != way)}",
+        f"choose another way: --runtime {' or '.join(f'{OWN}:{name}' for name in WAYS if name != way)}",
     )
 
 
@@ -191,11 +191,11 @@ def _seen(path: str, binds: Sequence[Bind]) -> bool:
     )
 
 
-def _start(image: ImageFile, way: str, told: Mapping[str, Any], environment: Environment, log: Log) -> int:
+def _start(image: ImageFile, way: str, settings: Mapping[str, Any], environment: Environment, log: Log) -> int:
     """Run the program and return its wait status. Raises WayUnavailable when `way` cannot open the image here."""
     # On the node's own disk: the store may be on a file system that all nodes share.
     with working_folder(Path(tempfile.gettempdir()), RUN, shared=True) as folder:
-        spec = {**spec_of(image, way, folder, None, environment), **told}
+        spec = {**spec_of(image, way, folder, None, environment), **settings}
         if way == EXTRACT:
             size = image.path.stat().st_size >> 20
             log(
@@ -244,11 +244,11 @@ def _supervised(spec: Mapping[str, Any], environment: Environment) -> int:
 def _judge(line: bytes) -> None:
     """Raise the error that the keeper reports in `line`, if it reports one."""
     try:
-        said = json.loads(line)
+        answer = json.loads(line)
     except ValueError:
         raise forbidden("the process that holds the image ended by itself") from None
-    why = said.get("why", "")
-    match said.get("failed"):
+    why = answer.get("why", "")
+    match answer.get("failed"):
         case "image":
             raise WayUnavailable(why)
         case "bind":

@@ -124,15 +124,15 @@ def load_fabrics() -> Mapping[str, Fabric]:
     fabrics = {}
     for name, row in load_table("fabrics")["fabrics"].items():
         own = _frozen(row)
-        rows = tuple(Variable(**_frozen(one)) for one in own.pop("variables", ()))
-        own["options"] = tuple(FabricOptions(**_frozen(one)) for one in row.get("options", ()))
+        rows = tuple(Variable(**_frozen(row)) for row in own.pop("variables", ()))
+        own["options"] = tuple(FabricOptions(**_frozen(option)) for option in row.get("options", ()))
         own["adapter"] = FabricAdapter(**_frozen(row["adapter"])) if "adapter" in row else None
         fabrics[name] = Fabric(name=name, rows=rows, **own)
     return fabrics
 
 
 def _frozen(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(one) if isinstance(one, list) else one for key, one in row.items()}
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
 
 
 def fabric_names() -> tuple[str, ...]:

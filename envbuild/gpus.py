@@ -266,7 +266,7 @@ def chips_named(word: str) -> list[Chip]:
         name, _, features = word.partition(":")
         known = chips.get(name)
         known = known or Chip(name, "cuda" if name.startswith("sm_") else "rocm", generic=_generic(name))
-        modes = {one[:-1]: one for one in f"{known.features}:{features}".split(":") if one}
+        modes = {feature[:-1]: feature for feature in f"{known.features}:{features}".split(":") if feature}
         return [replace(known, features=":".join(modes.values()))]
     return [chip for chip in chips.values() if word in (chip.family, *chip.names)]
 
@@ -277,8 +277,8 @@ def gpu_problem(word: str) -> str | None:
         return None
     known = {name for chip in load_chips().values() for name in (chip.name, chip.family, *chip.names)}
     close = closest(word.lower(), sorted(known))
-    what = f"{word!r} is no GPU: name a chip (sm_90, gfx90a), a GPU (h100, mi250x) or a family (hopper)"
-    return f"{what}; did you mean {close!r}?" if close else what
+    problem = f"{word!r} is no GPU: name a chip (sm_90, gfx90a), a GPU (h100, mi250x) or a family (hopper)"
+    return f"{problem}; did you mean {close!r}?" if close else problem
 
 
 def all_chips(words: Iterable[str]) -> dict[Chip, str]:
@@ -288,8 +288,8 @@ def all_chips(words: Iterable[str]) -> dict[Chip, str]:
 
 def gpu_of(name: str) -> str | None:
     """Return the name in data/gpus.toml of a GPU as a scheduler calls it (`nvidia_h100_80gb_hbm3`), or None."""
-    known = {one for chip in load_chips().values() for one in chip.names}
-    return next((one for one in re.split(r"[^a-z0-9]+", name.lower()) if one in known), None)
+    known = {name for chip in load_chips().values() for name in chip.names}
+    return next((word for word in re.split(r"[^a-z0-9]+", name.lower()) if word in known), None)
 
 
 def runs(code: str, chip: Chip) -> str:
@@ -300,8 +300,8 @@ def runs(code: str, chip: Chip) -> str:
         processor, _, features = code.partition(":")
         if match or own or (processor != chip.name and processor not in chip.generic):
             return ""
-        has = {one[:-1]: one for one in chip.features.split(":")}
-        return NATIVE if all(has.get(one[:-1], one) == one for one in features.split(":")) else ""
+        has = {feature[:-1]: feature for feature in chip.features.split(":")}
+        return NATIVE if all(has.get(feature[:-1], feature) == feature for feature in features.split(":")) else ""
     kind, major, minor, suffix = match.groups()
     same = major == own[2] and int(minor) <= int(own[3])
     if suffix == "a":
@@ -334,7 +334,7 @@ def is_judged(containers: Containers, chip: Chip) -> bool:
 
 def is_optional(path: str) -> bool:
     """Return whether only some functions or versions need the library at `path`, so that others run without it."""
-    return any(Path(path).name.startswith(one["library"]) for one in load_table("gpus")["optional"])
+    return any(Path(path).name.startswith(row["library"]) for row in load_table("gpus")["optional"])
 
 
 def gpu_faults(libraries: Mapping[str, Containers], words: Iterable[str], *, optional: bool = False) -> list[str]:

@@ -69,8 +69,8 @@ def check_locks(work: Iterable[tuple[LoadedRecipe, Target]], parts: Collection[s
             log(f"{state.path}: current for {target.name}")
     if faults:
         commands = [
-            " ".join(["envbuild lock", word, *(f"--{part}" for part in PARTS if part in found)])
-            for word, found in missing.items()
+            " ".join(["envbuild lock", word, *(f"--{part}" for part in PARTS if part in parts)])
+            for word, parts in missing.items()
         ]
         raise LockError("\n".join(faults), f"make them with `{' && '.join(commands)}` and commit the result")
 

@@ -101,7 +101,7 @@ def make_jobs(
     images = kinds_of("file", "registry")
     jobs: list[MatrixJob] = []
     omitted: list[Omission] = []
-    for recipe in sorted(unique.values(), key=lambda one: one.loaded.recipe.name):
+    for recipe in sorted(unique.values(), key=lambda selected: selected.loaded.recipe.name):
         refusal = cache(partial(_refusal, recipe, environment, runners))
         reasons: dict[tuple[str, str | None], list[tuple[str, str, EnvbuildError]]] = {}
         names = [name for name in recipe.loaded.recipe.targets if not targets or name in targets]
@@ -118,22 +118,22 @@ def make_jobs(
     return jobs, omitted
 
 
-def _kinds(one: SelectedRecipe, artifacts: Sequence[str]) -> list[str]:
+def _kinds(selected: SelectedRecipe, artifacts: Sequence[str]) -> list[str]:
     if artifacts:
         return [kind for kind in ARTIFACTS if kind in artifacts]
-    conda = bool(one.loaded.recipe.conda.dependencies)
+    conda = bool(selected.loaded.recipe.conda.dependencies)
     return [kind for kind, artifact in ARTIFACTS.items() if conda or not artifact.of_conda]
 
 
 def _refusal(
-    one: SelectedRecipe, environment: Environment, runners: Mapping[str, str], name: str, artifact: str
+    selected: SelectedRecipe, environment: Environment, runners: Mapping[str, str], name: str, artifact: str
 ) -> EnvbuildError | None:
     """Return the error with which a job would end before it builds anything, None if it would build."""
     target = Target.parse(name)
     try:
         plan_of(
             ARTIFACTS[artifact],
-            one.loaded,
+            selected.loaded,
             target,
             environment,
             here=False,
@@ -149,12 +149,12 @@ def _refusal(
     return None
 
 
-def _job(one: SelectedRecipe, target: Target, artifact: str, runners: Mapping[str, str]) -> MatrixJob:
+def _job(selected: SelectedRecipe, target: Target, artifact: str, runners: Mapping[str, str]) -> MatrixJob:
     verify = _verifies(target, runners)
-    words = ["envbuild", artifact, one.name, "--target", target.name, "--locked"]
+    words = ["envbuild", artifact, selected.name, "--target", target.name, "--locked"]
     return MatrixJob(
-        id=f"{one.loaded.recipe.name}-{target.name}-{artifact}",
-        recipe=one.loaded.recipe.name,
+        id=f"{selected.loaded.recipe.name}-{target.name}-{artifact}",
+        recipe=selected.loaded.recipe.name,
         target=target.name,
         artifact=artifact,
         accelerator=target.accelerator,
@@ -182,11 +182,12 @@ def check_targets(recipes: Iterable[SelectedRecipe], targets: Iterable[str]) -> 
 
 def _check_names(recipes: Iterable[SelectedRecipe]) -> None:
     seen: dict[str, SelectedRecipe] = {}
-    for one in recipes:
-        other = seen.setdefault(one.loaded.recipe.name, one)
-        if other is not one:
+    for selected in recipes:
+        other = seen.setdefault(selected.loaded.recipe.name, selected)
+        if other is not selected:
             raise UsageError(
-                f"two recipes are named {one.loaded.recipe.name!r}: {other.loaded.path} and {one.loaded.path}",
+                f"two recipes are named {selected.loaded.recipe.name!r}: {other.loaded.path} "
+                f"and {selected.loaded.path}",
                 hint="jobs are told apart by their recipe's name: rename one, or leave one out",
             )
 
@@ -225,11 +226,11 @@ def changes_since(revision: str, folder: Path) -> tuple[Path, list[str]]:
             f"\n{process.tail(top)}",
             hint="run it in a clone, or leave --changed-since out to get every job",
         )
-    found = git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
-    if found.returncode != 0 or revision.startswith("-"):
+    resolved = git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
+    if resolved.returncode != 0 or revision.startswith("-"):
         raise _unknown(folder, f"git knows no revision {revision!r}", "name a commit, branch or tag")
     # With renames, git would list only a file's new path; the folder that it left has changed too.
-    differing = git("diff", "--name-only", "--no-renames", "-z", f"{found.stdout.strip()}...HEAD", "--")
+    differing = git("diff", "--name-only", "--no-renames", "-z", f"{resolved.stdout.strip()}...HEAD", "--")
     if differing.returncode != 0:
         message = f"git finds nothing that {revision!r} and HEAD have in common:\n{process.tail(differing)}"
         raise _unknown(folder, message, "name a revision that this branch came from")

@@ -142,7 +142,10 @@ def make_plan(
     steps = _base_steps(image) if image else []
     if not conda and image is None:
         steps = [_step("python", "python", wheels.python, wheels.python, wheels.platform)]
-    steps += [Step("conda", one.name, f"{one.version} {one.build}", f"sha256:{one.sha256}") for one in conda]
+    steps += [
+        Step("conda", package.name, f"{package.version} {package.build}", f"sha256:{package.sha256}")
+        for package in conda
+    ]
     steps += [_step("wheel", package.name, package.version, package.hashes) for package in wheels.packages]
     steps += [Step("source", layer.name, layer.version, layer.digest) for layer in sources]
     steps += [_step("host", layer.name, layer.version, layer.name, layer.version, layer.path) for layer in host_layers]

@@ -74,45 +74,47 @@ class OfferedPython:
 
 
 def choose_python(
-    wanted: str, environment: Environment, *, offline: bool = False, installed: Installed | None = None
+    version_or_path: str, environment: Environment, *, offline: bool = False, installed: Installed | None = None
 ) -> HostPython | OfferedPython:
-    """Return the Python `wanted`, a version or a path: this host's, else the store's, else one that uv downloads.
+    """Return the Python of a version, or at a path: this host's, else the store's, else one that uv downloads.
 
     Nothing is written but a note of the answer. `installed` are this host's Pythons if they are known already. Raises
     HostError without any Python, in less than five seconds.
     """
-    if os.sep in wanted:
-        return read_python(wanted)
-    here = installed is None or any(f"{version}.".startswith(f"{wanted}.") for version, _ in installed)
-    if here and (python := find_python(wanted, environment)):
+    if os.sep in version_or_path:
+        return read_python(version_or_path)
+    here = installed is None or any(f"{version}.".startswith(f"{version_or_path}.") for version, _ in installed)
+    if here and (python := find_python(version_or_path, environment)):
         return python
     try:
-        return _offer(wanted, environment, offline)
+        return _offer(version_or_path, environment, offline)
     except _NotOffered as error:
         listed = ", ".join(f"{version} ({path})" for version, path in installed or installed_pythons(environment))
-        raise HostError(f"this host has no Python {wanted}, it has {listed}; {error.message}", error.hint) from None
+        raise HostError(
+            f"this host has no Python {version_or_path}, it has {listed}; {error.message}", error.hint
+        ) from None
 
 
-def find_python(wanted: str, environment: Environment) -> HostPython | None:
+def find_python(version: str, environment: Environment) -> HostPython | None:
     """Return the Python of this version on this host, else in the store, None without one."""
-    return _known(wanted, environment) or _on_host(wanted, environment) or _in_store(wanted, environment.store)
+    return _known(version, environment) or _on_host(version, environment) or _in_store(version, environment.store)
 
 
-def own_python(wanted: str) -> HostPython | None:
-    """Return the Python that runs envbuild if its version is `wanted`, else None."""
-    return read_python(sys.executable) if _is_own(wanted) else None
+def own_python(version: str) -> HostPython | None:
+    """Return the Python that runs envbuild if it has this `version`, else None."""
+    return read_python(sys.executable) if _is_own(version) else None
 
 
-def _is_own(wanted: str) -> bool:
-    return f"{platform.python_version()}.".startswith(f"{wanted}.") and sys.implementation.name == "cpython"
+def _is_own(version: str) -> bool:
+    return f"{platform.python_version()}.".startswith(f"{version}.") and sys.implementation.name == "cpython"
 
 
-def provide_python(wanted: str, environment: Environment, *, offline: bool = False) -> HostPython:
-    """Return the Python `wanted` as `choose_python` chooses it; uv downloads it if need be, which is announced.
+def provide_python(version: str, environment: Environment, *, offline: bool = False) -> HostPython:
+    """Return the Python `version` as `choose_python` chooses it; uv downloads it if need be, which is announced.
 
     Raises HostError, and BuildError when the store cannot be written.
     """
-    chosen = choose_python(wanted, environment, offline=offline)
+    chosen = choose_python(version, environment, offline=offline)
     if isinstance(chosen, OfferedPython):
         return _download(chosen, environment)
     if chosen.build:
@@ -128,10 +130,12 @@ def installed_pythons(environment: Environment, patience_s: float | None = None)
     command = [environment.uv, "python", "list", "--only-installed", "--output-format", "json", "--no-config"]
     done = ask_program(command, _variables(environment), patience_s)
     rows = json.loads(done.stdout) if done.returncode == 0 else []
-    found = [(str(row["version"]), str(row["path"])) for row in rows if row["implementation"] == "cpython"]
-    found.append((platform.python_version(), sys.executable))
-    found += [(python.version, python.path) for version in PYTHONS for python in _stored(version, environment.store)]
-    return list(dict(reversed(found)).items())[::-1]
+    rows_found = [(str(row["version"]), str(row["path"])) for row in rows if row["implementation"] == "cpython"]
+    rows_found.append((platform.python_version(), sys.executable))
+    rows_found += [
+        (python.version, python.path) for version in PYTHONS for python in _stored(version, environment.store)
+    ]
+    return list(dict(reversed(rows_found)).items())[::-1]
 
 
 def keep_python(build: str, path: Path, store: Store) -> None:
@@ -153,10 +157,10 @@ def _variables(environment: Environment) -> dict[str, str]:
     return {**uv_environment(environment.pip, environment.variables, root / "uv"), "UV_NO_CACHE": "1"}
 
 
-def _known(wanted: str, environment: Environment) -> HostPython | None:
+def _known(version: str, environment: Environment) -> HostPython | None:
     """Return the Python of this host that was found last time, which saves 0.1 s, if it is unchanged."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        size, time, fields = parse_json(_note(wanted, environment).read_bytes())
+        size, time, fields = parse_json(_note(version, environment).read_bytes())
         python = HostPython(**fields)
         stat = os.stat(python.path)
         if (stat.st_size, stat.st_mtime_ns) == (size, time):
@@ -164,46 +168,46 @@ def _known(wanted: str, environment: Environment) -> HostPython | None:
     return None
 
 
-def _note(wanted: str, environment: Environment) -> Path:
+def _note(version: str, environment: Environment) -> Path:
     names = ("PATH", "PYENV_VERSION", "UV_PYTHON_PREFERENCE", "UV_PYTHON_INSTALL_DIR")
-    key = json.dumps([wanted, sys.executable, *(environment.variables.get(name) for name in names)])
+    key = json.dumps([version, sys.executable, *(environment.variables.get(name) for name in names)])
     return environment.store.root / "pythons" / hashlib.sha256(key.encode()).hexdigest()
 
 
-def _on_host(wanted: str, environment: Environment) -> HostPython | None:
-    """Return the Python that uv finds, else envbuild's own if it is the one `wanted`."""
-    command = [environment.uv, "python", "find", "--no-project", "--no-config", wanted]
+def _on_host(version: str, environment: Environment) -> HostPython | None:
+    """Return the Python that uv finds, else envbuild's own if it has this `version`."""
+    command = [environment.uv, "python", "find", "--no-project", "--no-config", version]
     done = ask_program(command, _variables(environment))
     paths = [done.stdout.strip()] if done.returncode == 0 else []
-    if _is_own(wanted):
+    if _is_own(version):
         paths.append(sys.executable)
     for path in paths:
         with contextlib.suppress(HostError):
             python = read_python(path)
             with contextlib.suppress(OSError):
-                stat, note = os.stat(python.path), _note(wanted, environment)
+                stat, note = os.stat(python.path), _note(version, environment)
                 if environment.store.root.exists():  # a dry run makes no store
                     atomic.write_atomically(note, json.dumps([stat.st_size, stat.st_mtime_ns, asdict(python)]))
             return python
     if re.search(r"\(os error (?!2\))", done.stderr):  # such as a cache that cannot be written: any error but ENOENT
         raise BuildError(
-            f"uv cannot look for Python {wanted}:\n{process.tail(done)}", uv_hint(done.stderr, done.returncode)
+            f"uv cannot look for Python {version}:\n{process.tail(done)}", uv_hint(done.stderr, done.returncode)
         )
     return None
 
 
-def _in_store(wanted: str, store: Store) -> HostPython | None:
-    return next(_stored(wanted, store), None)
+def _in_store(version: str, store: Store) -> HostPython | None:
+    return next(_stored(version, store), None)
 
 
-def _stored(wanted: str, store: Store) -> Iterator[HostPython]:
-    """Yield the Pythons of the store whose version is, or begins with, `wanted`, the newest first."""
-    found = []
+def _stored(python_version: str, store: Store) -> Iterator[HostPython]:
+    """Yield the Pythons of the store whose version is, or begins with, `python_version`, the newest first."""
+    candidates = []
     for path in (store.root / FOLDER).glob(f"cpython-*-{platform.machine()}-*"):
         version = path.name.split("-")[1]
-        if not path.is_symlink() and f"{version}.".startswith(f"{wanted}."):
-            found.append(([int(part) if part.isdigit() else 0 for part in version.split(".")], path))
-    for _, path in sorted(found, reverse=True):
+        if not path.is_symlink() and f"{version}.".startswith(f"{python_version}."):
+            candidates.append(([int(part) if part.isdigit() else 0 for part in version.split(".")], path))
+    for _, path in sorted(candidates, reverse=True):
         with contextlib.suppress(HostError):
             yield _of_store(path)
 
@@ -217,14 +221,14 @@ def _home(python: HostPython, store: Store) -> Path:
     return store.root / FOLDER / python.build
 
 
-def _offer(wanted: str, environment: Environment, offline: bool) -> OfferedPython:
-    """Return the Python that uv downloads for `wanted`. Raises _NotOffered if none is allowed, known or reachable."""
-    other = f"install Python {wanted} (a package of the distribution, a module), or name one with --python PATH"
-    if not _VERSION.fullmatch(wanted):
+def _offer(version: str, environment: Environment, offline: bool) -> OfferedPython:
+    """Return the Python that uv downloads for `version`. Raises _NotOffered if none is allowed, known or reachable."""
+    other = f"install Python {version} (a package of the distribution, a module), or name one with --python PATH"
+    if not _VERSION.fullmatch(version):
         raise _NotOffered("uv can download a version alone", "name a version (3.11), or the path of a Python")
     if forbidden := _forbidden(environment):
         raise _NotOffered(f"{forbidden} forbids to download one", other)
-    rows = _listed(wanted, environment)
+    rows = _listed(version, environment)
     if not rows:
         raise _NotOffered("uv offers none for this host", other)
     addresses = _addresses(rows[0], environment)
@@ -233,8 +237,8 @@ def _offer(wanted: str, environment: Environment, offline: bool) -> OfferedPytho
         if reason is None:
             return python
     hint = (
-        f"run `{shlex.quote(environment.uv)} python install {wanted}` where the network is reached (`--mirror URL` for "
-        "a mirror of python-build-standalone, which may be a folder: file:///PATH), then run this again"
+        f"run `{shlex.quote(environment.uv)} python install {version}` where the network is reached (`--mirror URL` "
+        "for a mirror of python-build-standalone, which may be a folder: file:///PATH), then run this again"
     )
     raise _NotOffered(f"uv cannot download one: {'; '.join(filter(None, reasons))}", hint)
 
@@ -251,9 +255,9 @@ def _forbidden(environment: Environment) -> str:
     return ""
 
 
-def _listed(wanted: str, environment: Environment) -> list[OfferedPython]:
-    """Return the CPythons that uv offers for `wanted` on this host, the best first."""
-    command = [environment.uv, "python", "list", wanted, "--only-downloads", "--output-format", "json", "--no-config"]
+def _listed(version: str, environment: Environment) -> list[OfferedPython]:
+    """Return the CPythons that uv offers for `version` on this host, the best first."""
+    command = [environment.uv, "python", "list", version, "--only-downloads", "--output-format", "json", "--no-config"]
     # uv's list is in its program, unless UV_PYTHON_DOWNLOADS_JSON_URL names one on a server.
     done = ask_program(command, {**_variables(environment), "UV_HTTP_RETRIES": "0", "UV_HTTP_TIMEOUT": "2"})
     rows = json.loads(done.stdout) if done.returncode == 0 else []
@@ -271,7 +275,7 @@ def _addresses(offered: OfferedPython, environment: Environment) -> list[Offered
         return [offered]
     # Newer versions of uv ask a server of their own first, with the same files.
     own = dict.fromkeys((offered.url, _STANDALONE + tail))
-    urls = [*(url for one in own for url in environment.site.mirrored(one)[:-1]), *own]
+    urls = [*(url for own_url in own for url in environment.site.mirrored(own_url)[:-1]), *own]
     return [
         replace(offered, url=url, mirror="" if url == offered.url else url.removesuffix(f"/{tail}")) for url in urls
     ]
@@ -279,33 +283,33 @@ def _addresses(offered: OfferedPython, environment: Environment) -> list[Offered
 
 def _unreached(tries: Sequence[OfferedPython], environment: Environment, offline: bool) -> list[str | None]:
     """Return for each of `tries` why its archive is not available, None if it is; all servers are asked in parallel."""
-    said: list[str | None] = []
+    reasons: list[str | None] = []
     threads = []
     pip = replace(environment.pip, retries=0, timeout_s=_PATIENCE_S - 1)
 
     def ask(number: int, url: str, server: str) -> None:
         try:
             Client(pip, environment.variables).reach(url)
-            said[number] = None
+            reasons[number] = None
         except RequestFailed as error:
-            said[number] = f"{server}: {error}"
+            reasons[number] = f"{server}: {error}"
 
-    for number, one in enumerate(tries):
-        server = redact("/".join(one.url.split("/")[:3]))
-        if one.url.startswith("file:"):
-            said.append(None if path_of(one.url).is_file() else f"there is no file {path_of(one.url)}")
+    for number, attempt in enumerate(tries):
+        server = redact("/".join(attempt.url.split("/")[:3]))
+        if attempt.url.startswith("file:"):
+            reasons.append(None if path_of(attempt.url).is_file() else f"there is no file {path_of(attempt.url)}")
         elif offline:
-            said.append(f"--offline forbids to ask {server}")
+            reasons.append(f"--offline forbids to ask {server}")
         else:
-            said.append(f"{server} does not answer")
-            threads.append(threading.Thread(target=ask, args=(number, one.url, server), daemon=True))
+            reasons.append(f"{server} does not answer")
+            threads.append(threading.Thread(target=ask, args=(number, attempt.url, server), daemon=True))
     for thread in threads:
         thread.start()
     # A resolver without a server takes longer than any timeout of a connection.
     end = time.monotonic() + _PATIENCE_S
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
-    return list(said)
+    return list(reasons)
 
 
 def _download(offered: OfferedPython, environment: Environment) -> HostPython:

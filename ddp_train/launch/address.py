@@ -51,8 +51,8 @@ def addresses() -> list[Address]:
         answers: list[tuple[int, str, bool] | None] = []
         while not answers or answers[-1] is not None:
             answers += list(read_answer(kernel.recv(1 << 16)))
-    found = [one for one in answers if one is not None]
-    return [Address(socket.if_indextoname(index), text, wide) for index, text, wide in found]
+    rows = [answer for answer in answers if answer is not None]
+    return [Address(socket.if_indextoname(index), text, wide) for index, text, wide in rows]
 
 
 def read_answer(data: bytes) -> Iterator[tuple[int, str, bool] | None]:

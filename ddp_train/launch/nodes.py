@@ -73,10 +73,10 @@ def own_row(run: Run, number: int, peer: str) -> Row:
     """Return this node's row; `peer` is an address of another node, "" if none is known. Raises TrainError."""
     alone = run.job.nodes == 1
     try:
-        found = addresses()
+        usable = addresses()
     except OSError as error:
         raise TrainError(f"the addresses of this node cannot be listed: {os_reason(error)}") from error
-    chosen = choose(found, run.job.interface, peer, alone=alone)
+    chosen = choose(usable, run.job.interface, peer, alone=alone)
     port = free_port(run.first_port) if number == 0 else 0
     return Row(_scheduler_name(run, this_host()), chosen.text, chosen.interface, port)
 

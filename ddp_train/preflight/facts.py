@@ -50,11 +50,11 @@ def collect(
         "provider": lambda: this_host.missing_provider(provider, devices, state) if provider else "",
         **({"files": partial(changed_files, Path(sys.prefix), files)} if files else {}),
         **{f"name {host}": partial(this_host.addresses_of, host) for host in hosts},
-        **{f"reverse {one}": partial(this_host.name_of, one) for one in addresses},
+        **{f"reverse {address}": partial(this_host.name_of, address) for address in addresses},
     }
     limits = {"name": _LOOKUP_S, "reverse": _LOOKUP_S, "files": files.limit_s if files else 0.0}
-    found = this_host.at_once(jobs, this_host.TOOL_S + 1, limits)
-    looked_up = {host: found.get(f"name {host}") for host in hosts}
+    results = this_host.at_once(jobs, this_host.TOOL_S + 1, limits)
+    looked_up = {host: results.get(f"name {host}") for host in hosts}
     return Facts(
         hostname=socket.gethostname(),
         source=source_towards(head),
@@ -66,19 +66,19 @@ def collect(
         packages=packages(Path(sys.prefix)),
         artifact=str(state.get("artifact", "")),
         digest=state_digest(state),
-        changed=found.get("files", UNKNOWN),
+        changed=results.get("files", UNKNOWN),
         shm=this_host.size("/dev/shm")[0],
         run_free=this_host.size(environ.get("ENVBUILD_RUN", ""))[1],
         tmp_free=this_host.size(environ.get("TMPDIR") or "/tmp")[1],
-        gpus=found.get("gpus") or 0,
+        gpus=results.get("gpus") or 0,
         driver=this_host.driver(this_host.text("/proc/driver/nvidia/version")),
-        provider=found.get("provider", "fi_info did not end"),
+        provider=results.get("provider", "fi_info did not end"),
         memlock=this_host.limit(resource.RLIMIT_MEMLOCK),
         cores=os.cpu_count() or 0,
         cores_allowed=len(os.sched_getaffinity(0)),
         names=looked_up,
         lines=hosts_lines(this_host.text("/etc/hosts"), hosts),
-        reverse={one: name for one in addresses if (name := found.get(f"reverse {one}"))},
+        reverse={address: name for address in addresses if (name := results.get(f"reverse {address}"))},
         variables={name: environ[name] for name in _VARIABLES if environ.get(name)},
     )
 
@@ -96,14 +96,14 @@ def source_towards(address: str) -> str:
 
 def hosts_lines(text: str, names: Iterable[str]) -> dict[str, str]:
     """Return the first line of a hosts(5) file for each of `names`: name → `line 3: 127.0.1.1 n1`."""
-    wanted = set(names)
-    found: dict[str, str] = {}
+    names_left = set(names)
+    lines_of: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
         for word in words[1:]:
-            if word in wanted and word not in found:
-                found[word] = f"line {number}: {' '.join(words)}"[:200]
-    return found
+            if word in names_left and word not in lines_of:
+                lines_of[word] = f"line {number}: {' '.join(words)}"[:200]
+    return lines_of
 
 
 def state_digest(state: Mapping[str, Any]) -> str:
@@ -113,7 +113,7 @@ def state_digest(state: Mapping[str, Any]) -> str:
         content.append([[str(part) for part in package] for package in state["packages"]])
         if state.get("layers"):
             keys = ("name", "version", "files", "path")
-            content.append([[str(one.get(key, "")) for key in keys] for one in state["layers"]])
+            content.append([[str(layer.get(key, "")) for key in keys] for layer in state["layers"]])
     except (KeyError, TypeError, AttributeError):
         return ""
     return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -121,20 +121,20 @@ def state_digest(state: Mapping[str, Any]) -> str:
 
 def packages(prefix: Path) -> dict[str, str]:
     """Return name → version of the installed packages; conda packages as `conda:NAME`."""
-    found: dict[str, str] = {}
-    for one in metadata.distributions():
+    versions: dict[str, str] = {}
+    for distribution in metadata.distributions():
         try:
-            name = one.metadata["Name"]
+            name = distribution.metadata["Name"]
         except (OSError, UnicodeDecodeError):  # metadata in another encoding: pip installs it, too
             continue
         # Of two distributions, the first one is imported.
         if isinstance(name, str):
-            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), str(one.version))
+            versions.setdefault(re.sub(r"[-_.]+", "-", name).lower(), str(distribution.version))
     for path in glob.glob(f"{glob.escape(str(prefix))}/conda-meta/*.json"):
         name, _, rest = os.path.basename(path)[: -len(".json")].rpartition("-")[0].rpartition("-")
         if name:
-            found[f"conda:{name}"] = rest
-    return found
+            versions[f"conda:{name}"] = rest
+    return versions
 
 
 def _state(prefix: Path) -> dict[str, Any]:

@@ -42,27 +42,27 @@ class FileCheck(NamedTuple):
     limit_s: float
 
 
-def changed_files(root: Path, wanted: FileCheck) -> str:
+def changed_files(root: Path, expected: FileCheck) -> str:
     """Return the files at `root` that are not those of the manifest, as text; "" if there are none."""
     try:
         data = (root / MANIFEST).read_bytes()
     except OSError:
         data = b""
-    if f"sha256:{hashlib.sha256(data).hexdigest()}" != wanted.manifest:
+    if f"sha256:{hashlib.sha256(data).hexdigest()}" != expected.manifest:
         return MANIFEST
     rows = {str(path): rest for path, *rest in map(json.loads, data.splitlines())}
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = _walk(root, pool)
-        changed = [path for path in rows if path not in found or not _like(root, path, found[path], rows[path])]
-        changed += [path for path in found.keys() - rows.keys() if not _later(path)]
-        if wanted.exact:
+        present = _walk(root, pool)
+        changed = [path for path in rows if path not in present or not _like(root, path, present[path], rows[path])]
+        changed += [path for path in present.keys() - rows.keys() if not _later(path)]
+        if expected.exact:
             files = [path for path in rows.keys() - set(changed) if len(rows[path]) > 1]
             same = pool.map(lambda path: _sha256(os.path.join(root, path)) == rows[path][2], files)
             changed += compress(files, map(not_, same))
-    regular = {path for path in changed if path in rows and path in found and stat.S_ISREG(found[path].st_mode)}
+    regular = {path for path in changed if path in rows and path in present and stat.S_ISREG(present[path].st_mode)}
     again = sorted(path for path in regular if _BYTECODE.fullmatch(path))
     if again:
-        changed = sorted(set(changed).difference(again).union(_other_code(root, again, wanted.limit_s)))
+        changed = sorted(set(changed).difference(again).union(_other_code(root, again, expected.limit_s)))
     more = f" and {len(changed) - _SHOWN} more files" if len(changed) > _SHOWN else ""
     return ", ".join(sorted(changed)[:_SHOWN]) + more
 
@@ -72,25 +72,25 @@ def _walk(root: Path, pool: ThreadPoolExecutor) -> dict[str, os.stat_result]:
 
     def read(folder: str) -> tuple[list[str], dict[str, os.stat_result]]:
         folders: list[str] = []
-        found: dict[str, os.stat_result] = {}
+        stats: dict[str, os.stat_result] = {}
         with suppress(OSError), os.scandir(os.path.join(root, folder)) as entries:
             for entry in entries:
                 path = os.path.join(folder, entry.name)
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(path)
                 else:
-                    found[path] = entry.stat(follow_symlinks=False)
-        return folders, found
+                    stats[path] = entry.stat(follow_symlinks=False)
+        return folders, stats
 
-    found: dict[str, os.stat_result] = {}
+    all_stats: dict[str, os.stat_result] = {}
     folders = [""]
     while folders:
         below: list[str] = []
         for deeper, here in pool.map(read, folders):
             below += deeper
-            found.update(here)
+            all_stats.update(here)
         folders = below
-    return found
+    return all_stats
 
 
 def _like(root: Path, path: str, info: os.stat_result, row: list[object]) -> bool:

@@ -146,7 +146,7 @@ class Head:
     async def _consult(self, own: Node, port: int) -> list[Node]:
         """Have all connected nodes try each other, and return the results."""
         place = self._place
-        ports = {0: port, **{number: one.port for number, one in self._arrived.items()}}
+        ports = {0: port, **{number: node.port for number, node in self._arrived.items()}}
         path = os.path.join(place.folder, f".preflight-{secrets.token_hex(8)}")
         content = secrets.token_hex(16)
         try:
@@ -159,14 +159,14 @@ class Head:
         table = {"ports": list(ports.items()), "path": path, "content": content}
         try:
             (pairs, sent), others = await asyncio.gather(
-                self._try(ports), asyncio.gather(*(self._report(one, table) for one in self._arrived.values()))
+                self._try(ports), asyncio.gather(*(self._report(node, table) for node in self._arrived.values()))
             )
         finally:
             if path:
                 with suppress(OSError):
                     os.unlink(path)
-        found = {0: replace(own, pairs=pairs, sent=sent), **{one.number: one for one in others}}
-        return [found.get(number, place.empty(number)) for number in range(place.nodes)]
+        results = {0: replace(own, pairs=pairs, sent=sent), **{other.number: other for other in others}}
+        return [results.get(number, place.empty(number)) for number in range(place.nodes)]
 
     async def _try(self, ports: Mapping[int, int]) -> tuple[dict[int, str], dict[int, float]]:
         pairs = await try_others(self._place, ports)

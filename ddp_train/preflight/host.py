@@ -31,8 +31,8 @@ _ROCM = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
 def driver(text: str) -> str:
     """Return the version of NVIDIA's kernel driver from the text of /proc/driver/nvidia/version, or ""."""
-    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", text)
-    return found[1] if found else ""
+    match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", text)
+    return match[1] if match else ""
 
 
 def gpus(environ: Mapping[str, str]) -> int:
@@ -46,7 +46,7 @@ def gpus(environ: Mapping[str, str]) -> int:
     if not count and (count := amd_gpus()):
         names = _ROCM
     for visible in (environ[name] for name in names if name in environ):
-        chosen = [one for one in visible.split(",") if one.strip() and one.strip() != "-1"]
+        chosen = [index for index in visible.split(",") if index.strip() and index.strip() != "-1"]
         count = min(count, len(chosen))
     return count
 
@@ -56,7 +56,7 @@ def amd_gpus(kfd: str = "/dev/kfd", nodes: str = "/sys/class/kfd/kfd/topology/no
     if not _opens(kfd):
         return 0
     properties = map(text, glob.glob(f"{nodes}/*/properties"))
-    return sum(bool(re.search(r"^simd_count [1-9]", one, re.MULTILINE)) for one in properties)
+    return sum(bool(re.search(r"^simd_count [1-9]", text_of_node, re.MULTILINE)) for text_of_node in properties)
 
 
 def missing_provider(name: str, devices: str, state: Mapping[str, Any]) -> str:
@@ -67,21 +67,21 @@ def missing_provider(name: str, devices: str, state: Mapping[str, Any]) -> str:
     """
     layers = state.get("layers") or []
     places = [os.path.join(sys.prefix, "bin")]
-    places += [os.path.join(str(one.get("path")), "bin") for one in layers if one.get("path")]
+    places += [os.path.join(str(layer.get("path")), "bin") for layer in layers if layer.get("path")]
     tool = shutil.which("fi_info", path=os.pathsep.join([*places, os.environ.get("PATH", "")]))
     if tool is not None:
-        told = _run(tool, "-p", name)
-        if told is not None and told.returncode == 0 and f"provider: {name}" in told.stdout:
+        done = _run(tool, "-p", name)
+        if done is not None and done.returncode == 0 and f"provider: {name}" in done.stdout:
             return ""
-        lines = (told.stderr or told.stdout).strip().splitlines() if told else []
+        lines = (done.stderr or done.stdout).strip().splitlines() if done else []
         return f"{tool} -p {name}: {lines[-1] if lines else 'no such provider'}"
     if not devices:
         return ""
     pattern, _, driver = devices.partition("=")
-    found = glob.glob(pattern)
+    devices_found = glob.glob(pattern)
     if driver:
-        found = [one for one in found if os.path.basename(os.path.realpath(one)) == driver]
-    return "" if found else f"no fi_info, and no {name} device ({pattern})"
+        devices_found = [device for device in devices_found if os.path.basename(os.path.realpath(device)) == driver]
+    return "" if devices_found else f"no fi_info, and no {name} device ({pattern})"
 
 
 def at_once(jobs: Mapping[str, Callable[[], Any]], limit_s: float, limits: Mapping[str, float]) -> dict[str, Any]:
@@ -89,11 +89,11 @@ def at_once(jobs: Mapping[str, Callable[[], Any]], limit_s: float, limits: Mappi
 
     A job that hangs (a dead name server) is abandoned.
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def do(name: str, job: Callable[[], Any]) -> None:
         with suppress(Exception):  # a failed probe must not print a traceback
-            found[name] = job()
+            results[name] = job()
 
     threads = {name: threading.Thread(target=do, args=(name, job), daemon=True) for name, job in jobs.items()}
     started = time.monotonic()
@@ -102,15 +102,15 @@ def at_once(jobs: Mapping[str, Callable[[], Any]], limit_s: float, limits: Mappi
     for name, thread in threads.items():
         left = started + limits.get(name.partition(" ")[0], limit_s) - time.monotonic()
         thread.join(max(0.0, left))
-    return dict(found)
+    return dict(results)
 
 
 def addresses_of(host: str) -> list[str]:
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        rows = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return []
-    return list(dict.fromkeys(str(one[4][0]).partition("%")[0] for one in found))
+    return list(dict.fromkeys(str(row[4][0]).partition("%")[0] for row in rows))
 
 
 def name_of(address: str) -> str:
@@ -145,14 +145,14 @@ def _opens(path: str) -> bool:
 def size(path: str) -> tuple[int, int]:
     """Return (size, free space for users) in bytes of the file system of `path`; (-1, -1) if unknown."""
     try:
-        told = os.statvfs(path)
+        stats = os.statvfs(path)
     except OSError:
         return -1, -1
-    return told.f_blocks * told.f_frsize, told.f_bavail * told.f_frsize
+    return stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
 
 
-def limit(what: int) -> int:
-    soft = resource.getrlimit(what)[0]
+def limit(resource_id: int) -> int:
+    soft = resource.getrlimit(resource_id)[0]
     return UNLIMITED if soft == resource.RLIM_INFINITY else soft
 
 

@@ -40,14 +40,17 @@ async def run_node(
             }
             await wire.send(hello)
             table = await wire.receive(wait_s + FACTS_S)
-            ports = {int(number): int(one) for number, one in table["ports"]}
+            ports = {int(number): int(own_port) for number, own_port in table["ports"]}
             path = str(table["path"])
             pairs, shared = await asyncio.gather(
                 try_others(place, ports), look_for(path, str(table["content"])) if path else _nothing()
             )
             sent = await send_around(place, ports) if speed else {}
-            told = {"pairs": [list(pair) for pair in pairs.items()], "sent": [list(one) for one in sent.items()]}
-            await wire.send({**told, "shared": shared})
+            pairs_sent = {
+                "pairs": [list(pair) for pair in pairs.items()],
+                "sent": [list(pair) for pair in sent.items()],
+            }
+            await wire.send({**pairs_sent, "shared": shared})
             verdict = await wire.receive(3 * PAIR_S + SHARED_S + SENDING_S)
             return verdict.get("passed") is True
         except (WireError, KeyError, TypeError, ValueError) as error:
@@ -95,9 +98,9 @@ async def _clock(wire: Wire, timeout_s: float) -> tuple[float, float]:
         sent = time.time()
         started = time.monotonic()
         await wire.send({"clock": 0})
-        told = (await wire.receive(timeout_s)).get("clock")
+        clock = (await wire.receive(timeout_s)).get("clock")
         trip = time.monotonic() - started
-        if not isinstance(told, float):
+        if not isinstance(clock, float):
             raise WireError("not a preflight's head")
-        best = min(best, (trip / 2, sent + trip / 2 - told))
+        best = min(best, (trip / 2, sent + trip / 2 - clock))
     return best[1], best[0]

@@ -23,11 +23,11 @@ AGAIN_S = 0.25
 
 
 class Unreached(Exception):
-    """This node cannot take part in the preflight: `what` is the reason, `remedy` the advised change."""
+    """This node cannot take part in the preflight: `problem` is the reason, `remedy` the advised change."""
 
-    def __init__(self, what: str, remedy: str) -> None:
-        super().__init__(what)
-        self.what, self.remedy = what, remedy
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(problem)
+        self.what, self.remedy = problem, remedy
 
 
 async def collected(
@@ -35,7 +35,7 @@ async def collected(
 ) -> Facts:
     """Return this node's facts. It looks up its own name, the head's, and those of the nodes that it tries."""
     near = sorted({place.node, 0, *place.partners(place.node)})
-    hosts = [place.hosts[one] for one in near]
+    hosts = [place.hosts[number] for number in near]
     addresses = {place.address, place.head}
     loop = asyncio.get_running_loop()
     facts = await loop.run_in_executor(
@@ -74,8 +74,10 @@ async def open_to_others(place: NodeInfo) -> AsyncIterator[int]:
 
 async def try_others(place: NodeInfo, ports: Mapping[int, int]) -> dict[int, str]:
     """Return the results of connections to this node's partners; `ports` has the connected nodes."""
-    others = [one for one in place.partners(place.node) if ports.get(one)]
-    words = await asyncio.gather(*(attempt(place.addresses[one], ports[one], place.run, one, PAIR_S) for one in others))
+    others = [number for number in place.partners(place.node) if ports.get(number)]
+    words = await asyncio.gather(
+        *(attempt(place.addresses[number], ports[number], place.run, number, PAIR_S) for number in others)
+    )
     return dict(zip(others, words))  # noqa: B905 - Python 3.10 has strict=
 
 

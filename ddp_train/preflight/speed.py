@@ -58,16 +58,16 @@ def measure(gpus: int) -> dict[str, float]:
     def copy() -> None:
         source[:] = bytes(source)
 
-    found = {COMPUTE: _times(lambda: number * number), MEMORY: 2 * _times(copy) * _COPIED / 1e9}
+    speeds = {COMPUTE: _times(lambda: number * number), MEMORY: 2 * _times(copy) * _COPIED / 1e9}
     if gpus:
         try:
             done = subprocess.run(
                 [sys.executable, "-c", _GPU], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_GPU_S
             )
-            found.update({f"gpu {index}": float(one) for index, one in enumerate(json.loads(done.stdout))})
+            speeds.update({f"gpu {index}": float(seconds) for index, seconds in enumerate(json.loads(done.stdout))})
         except (OSError, ValueError, TypeError, subprocess.TimeoutExpired):
             pass  # whether they work at all is for other checks
-    return found
+    return speeds
 
 
 def _times(work: Callable[[], object]) -> float:
@@ -87,15 +87,15 @@ async def send_around(place: NodeInfo, ports: Mapping[int, int]) -> dict[int, fl
 
     Every node sends and receives once at a time, so that two figures of a node can tell its fault from a partner's.
     """
-    found: dict[int, float] = {}
+    speeds: dict[int, float] = {}
     for step in range(1, min(3, place.nodes)):
         other = (place.node + step) % place.nodes
         if ports.get(other):
             try:
-                found[other] = await _send(place.addresses[other], ports[other], place.run)
+                speeds[other] = await _send(place.addresses[other], ports[other], place.run)
             except (OSError, WireError, ValueError, TypeError, KeyError):
                 continue  # whether it can be reached is for other checks
-    return found
+    return speeds
 
 
 async def _send(address: str, port: int, run: str) -> float:
@@ -103,8 +103,8 @@ async def _send(address: str, port: int, run: str) -> float:
     try:
         await wire.send({"stream": True})
         await wire.pour(_SEND_S)
-        told = await wire.receive(2 * _SEND_LIMIT_S)
-        return float(told["bytes"]) * 8 / max(float(told["seconds"]), 1e-6) / 1e9
+        answer = await wire.receive(2 * _SEND_LIMIT_S)
+        return float(answer["bytes"]) * 8 / max(float(answer["seconds"]), 1e-6) / 1e9
     finally:
         wire.finish()
 
@@ -117,7 +117,7 @@ async def take_in(wire: Wire) -> None:
 
 def figures(own: Sequence[Mapping[str, float]], sent: Sequence[Mapping[int, float]]) -> list[dict[str, float]]:
     """Return all figures of each node: its `own`, and the better of what it `sent` to two others and got from two."""
-    made = [dict(one) for one in own]
+    made = [dict(row) for row in own]
     received: list[list[float]] = [[] for _ in made]
     for number, rates in enumerate(sent):
         if rates:
@@ -137,19 +137,19 @@ def slow(nodes: Sequence[Mapping[str, float]]) -> list[tuple[int, str]]:
     Two nodes that send to nobody else cannot tell whose link is slow: both are named, one for what it sends and one for
     what it receives.
     """
-    found = []
-    for name in sorted({name for one in nodes for name in one}):
+    slow_nodes = []
+    for name in sorted({name for row in nodes for name in row}):
         kind = "gpu" if name.startswith("gpu ") else name
         peers = [
             value
-            for one in nodes
-            for other, value in one.items()
+            for row in nodes
+            for other, value in row.items()
             if other == name or (kind == "gpu" and other.startswith("gpu "))
         ]
         usual = statistics.median_high(peers)
-        for number, one in enumerate(nodes):
-            value = one.get(name)
+        for number, values in enumerate(nodes):
+            value = values.get(name)
             if value is not None and value < SLOW.get(kind, SLOW_GPU) * usual:
                 unit = _UNITS.get(kind, "TFLOP/s")
-                found.append((number, f"{name}: {value:.3g} {unit}, the job's nodes {usual:.3g}"))
-    return found
+                slow_nodes.append((number, f"{name}: {value:.3g} {unit}, the job's nodes {usual:.3g}"))
+    return slow_nodes

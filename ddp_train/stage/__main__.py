@@ -33,8 +33,8 @@ def own_address(interface: str, peer: str) -> str:
     """Return this node's IPv4 address on `interface`, else its address on the route to `peer`. Raises OSError."""
     if interface:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-            return socket.inet_ntoa(found[20:24])
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+            return socket.inet_ntoa(answer[20:24])
     # Nothing is sent: udp(7). The documentation block leads to the default route.
     target = peer or "198.51.100.1"
     with socket.socket(socket.AF_INET6 if ":" in target else socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -49,10 +49,10 @@ def main() -> int:
     with open(os.path.join(run, "hosts-" + restarts)) as file:
         peer, *hosts = file.read().splitlines()
     given = [*sys.argv[4:], *(os.environ.get(name, "") for name in about["number"])]
-    number = int(next(one for one in given if one))
+    number = int(next(argument for argument in given if argument))
     files = os.path.join(run, "stage-" + restarts)
     manifest = about.get("manifest", "")
-    what = "environment" if manifest else "image"
+    kind = "environment" if manifest else "image"
     name = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
     path = os.path.join(about["folder"], "envbuild-{}".format(os.getuid()))
     link = "{}-{}{}".format(os.path.basename(run), restarts, os.path.splitext(about["source"])[1])
@@ -71,7 +71,7 @@ def main() -> int:
         node.wait()
     except (OSError, Lost) as error:
         text = "envbuild: node {}: reads the {} from the shared file system: {}"
-        print(text.format(name, what, error), file=sys.stderr)
+        print(text.format(name, kind, error), file=sys.stderr)
         node.told["shared"].append([name, str(error)])
         node.say("!")  # so that nobody waits for this node
         try:
@@ -83,17 +83,17 @@ def main() -> int:
         with suppress(OSError, Lost):  # without any parent, this is not in node 0's summary
             node.report()
     else:
-        print(_summary(what, node, len(hosts), time.time() - began), file=sys.stderr)
+        print(_summary(kind, node, len(hosts), time.time() - began), file=sys.stderr)
     return code
 
 
-def _summary(what: str, node: Node, nodes: int, seconds: float) -> str:
-    told = node.told
-    read, network, disk = (told[name] / 1e6 for name in ("file", "network", "disk"))
+def _summary(kind: str, node: Node, nodes: int, seconds: float) -> str:
+    counts = node.told
+    read, network, disk = (counts[name] / 1e6 for name in ("file", "network", "disk"))
     return (
         "envbuild: the {} is on the disks of {} of {} nodes after {:.1f} s; {} had it; {:.0f} MB from the shared file "
         "system, {:.0f} MB from other nodes, {:.0f} MB from earlier {}s"
-    ).format(what, told["nodes"] - len(told["shared"]), nodes, seconds, told["had"], read, network, disk, what)
+    ).format(kind, counts["nodes"] - len(counts["shared"]), nodes, seconds, counts["had"], read, network, disk, kind)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ def split(read: Callable[[int], bytes]) -> Iterator[bytes]:
         more = read(MOST)
         data += more
         while len(data) >= MOST or (data and not more):
-            found = data.find(END, LEAST, MOST)
-            size = found + len(END) if found >= 0 else min(MOST, len(data))
+            position = data.find(END, LEAST, MOST)
+            size = position + len(END) if position >= 0 else min(MOST, len(data))
             yield data[:size]
             data = data[size:]
 
@@ -58,14 +58,14 @@ def locked(file: Union[IO[bytes], int], way: int = fcntl.LOCK_EX) -> bool:
 
 def tree_seal(root: str) -> str:
     """Return what tells that all files below `root` are as they were, but for bytecode. Raises OSError."""
-    found = []
+    lines = []
     for folder, folders, files in os.walk(root):
-        links = [one for one in folders if os.path.islink(os.path.join(folder, one))]
-        folders[:] = [one for one in folders if one != "__pycache__"]
+        links = [folder_name for folder_name in folders if os.path.islink(os.path.join(folder, folder_name))]
+        folders[:] = [folder_name for folder_name in folders if folder_name != "__pycache__"]
         for name in files + links:
             path = os.path.join(folder, name)
-            found.append("{} {}".format(path[len(root) :], seal(os.lstat(path))))
-    return hashlib.sha256("\n".join(sorted(found)).encode("utf-8", "surrogateescape")).hexdigest()
+            lines.append("{} {}".format(path[len(root) :], seal(os.lstat(path))))
+    return hashlib.sha256("\n".join(sorted(lines)).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _renamed(folder: str, name: str) -> bool:
@@ -136,39 +136,39 @@ class Folder:
                 with suppress(FileNotFoundError), open(self.at(name), "rb") as file:
                     pieces = [piece_of(data) for data in split(file.read)] if locked(file) else []
             offset = 0
-            for one in pieces:
-                self.known[one] = name, offset
-                offset += one[0]
+            for piece in pieces:
+                self.known[piece] = name, offset
+                offset += piece[0]
 
-    def piece(self, one: Piece) -> Optional[bytes]:
+    def piece(self, piece: Piece) -> Optional[bytes]:
         """Return a piece from this disk, None if it is not here."""
-        if one not in self.known:
+        if piece not in self.known:
             return None
-        name, offset = self.known[one]
+        name, offset = self.known[piece]
         try:
             with open(self.at(name), "rb") as file:
-                data = os.pread(file.fileno(), one[0], offset)
+                data = os.pread(file.fileno(), piece[0], offset)
         except OSError:
             return None
-        return data if piece_of(data) == one else None
+        return data if piece_of(data) == piece else None
 
     def room(self, needed: int) -> None:
         """Remove images and trees, the longest unused first, until the rest and `needed` bytes fit.
 
         Raises Lost, OSError.
         """
-        found, total = [], needed
+        candidates, total = [], needed
         for name in os.listdir(self.path):
             path = self.at(name)
             with suppress(FileNotFoundError):  # here and elsewhere: another job on this node removed it
                 if os.path.islink(path) and not os.path.exists(path):
                     os.unlink(path)  # of an earlier job, whose image is gone
                 elif name.endswith((".image", ".part", TREE)):
-                    found.append((self._used(name), name))
+                    candidates.append((self._used(name), name))
                     total += self._size(name)
         there = os.statvfs(self.path)
         free = there.f_bavail * there.f_frsize
-        for _, name in sorted(found):
+        for _, name in sorted(candidates):
             if total > self.keep or free < needed:
                 with suppress(FileNotFoundError):
                     size = self._remove(name)

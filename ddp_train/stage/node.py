@@ -93,9 +93,9 @@ class Node:
         """
         sealed, measure, read = opened(source, manifest)
         about = "{}\n{}".format(source, sealed).encode("utf-8", "surrogateescape")
-        found = hashlib.sha256(about).hexdigest() + ".source"
+        key_name = hashlib.sha256(about).hexdigest() + ".source"
         try:
-            with open(self.folder.at(found)) as key:
+            with open(self.folder.at(key_name)) as key:
                 had = self.use(key.read())
         except OSError:
             had = False
@@ -107,7 +107,7 @@ class Node:
         if not had:
             for data in split(read):
                 self.add(data, piece_of(data), "file")
-            self.folder.write(found, self.end())
+            self.folder.write(key_name, self.end())
 
     def receive(self) -> None:
         """As another node, get the image from the nearest ancestor that lives. Raises OSError, Lost."""
@@ -137,12 +137,12 @@ class Node:
                 if self.end() != key:
                     raise Lost("these are not the pieces of node 0")
                 return
-            here = [self.folder.piece(one) for one in listed]
+            here = [self.folder.piece(piece) for piece in listed]
             asked = [first + number for number, data in enumerate(here) if data is None]
             connection.sendall(b"".join(ASK.pack(b"G", number) for number in asked))
-            for one, data in zip(listed, here):
-                got = _take_piece(connection, one) if data is None else data
-                self.add(got, one, "network" if data is None else "disk")
+            for listed_piece, data in zip(listed, here):
+                got = _take_piece(connection, listed_piece) if data is None else data
+                self.add(got, listed_piece, "network" if data is None else "disk")
                 news = time.time()
         raise Lost("nothing new came for {} s".format(STUCK_S))
 
@@ -186,7 +186,7 @@ class Node:
         """Give the whole copy its name; return its key. Raises OSError."""
         assert self.copy.file is not None
         pieces, folder = self.copy.pieces, self.folder
-        key = hashlib.sha256(b"".join(PIECE.pack(*one) for one in pieces)).hexdigest()
+        key = hashlib.sha256(b"".join(PIECE.pack(*piece) for piece in pieces)).hexdigest()
         os.rename(self.copy.file.name, folder.at(key + ".image"))
         listed = [(size, digest.hex()) for size, digest in pieces]
         folder.write(key + ".list", json.dumps([seal(os.stat(folder.at(key + ".image"))), listed]))
@@ -196,14 +196,14 @@ class Node:
 
     def wait(self) -> None:
         """Wait until the nodes below have the image, or come no more, and add their reports to this node's."""
-        below = [one for one in (2 * self.number + 1, 2 * self.number + 2) if one < self.nodes]
+        below = [child for child in (2 * self.number + 1, 2 * self.number + 2) if child < self.nodes]
         with self.copy.changed:
             self.copy.asked = time.time()
-            while not all(one in self.copy.told for one in below) and time.time() - self.copy.asked < ORPHANS_S:
+            while not all(child in self.copy.told for child in below) and time.time() - self.copy.asked < ORPHANS_S:
                 self.copy.changed.wait(1)
-            for told in self.copy.told.values():
+            for row in self.copy.told.values():
                 for name in _SUMS:
-                    self.told[name] += told[name]
+                    self.told[name] += row[name]
 
     def report(self) -> None:
         """Tell the nearest ancestor that answers."""

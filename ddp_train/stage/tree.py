@@ -51,16 +51,16 @@ class Packed:
 
     def size(self) -> int:
         """Begin the stream, and return its size. Raises OSError, and Lost for other files than the manifest's."""
-        files = [one for one in self.listed if len(one) > 2]
+        files = [row for row in self.listed if len(row) > 2]
         with ThreadPoolExecutor(_THREADS) as pool:
-            found = list(pool.map(lambda one: os.lstat(self._at(one[0])), files))
+            infos = list(pool.map(lambda row: os.lstat(self._at(row[0])), files))
             folders = sorted({os.path.dirname(path) for path, *_ in files if path.endswith(".py")})
             code = sorted(row for rows in pool.map(self._bytecode, folders) for row in rows)
-        for (path, _, size, _), info in zip(files, found):
+        for (path, _, size, _), info in zip(files, infos):
             if not stat.S_ISREG(info.st_mode) or info.st_size != size:
                 raise Lost(_CHANGED.format(path))
         rows: List[Row] = [
-            (path, mode, size, int(i.st_mtime), sha256) for (path, mode, size, sha256), i in zip(files, found)
+            (path, mode, size, int(i.st_mtime), sha256) for (path, mode, size, sha256), i in zip(files, infos)
         ]
         known = {row[0] for row in rows}  # it lists bytecode of the build
         code = [row for row in code if row[0] not in known]
@@ -80,14 +80,14 @@ class Packed:
             names = os.listdir(self._at(place))
         except OSError:
             return []
-        found = []
+        rows = []
         for name in names:
             if name.endswith(".pyc"):
                 path = os.path.join(place, os.fsencode(name).decode("utf-8", "surrogateescape"))
                 info = os.lstat(self._at(path))
                 if stat.S_ISREG(info.st_mode):
-                    found.append((path, stat.S_IMODE(info.st_mode), info.st_size, int(info.st_mtime), ""))
-        return found
+                    rows.append((path, stat.S_IMODE(info.st_mode), info.st_size, int(info.st_mtime), ""))
+        return rows
 
     def _stream(self, head: bytes, rows: List[Row]) -> Iterator[bytes]:
         yield head
@@ -96,7 +96,7 @@ class Packed:
                 if group[0][2] > MOST:
                     yield from self._file(group[0])
                 else:
-                    data = b"".join(pool.map(lambda one: b"".join(self._file(one)), group))
+                    data = b"".join(pool.map(lambda row: b"".join(self._file(row)), group))
                     yield from [data] if data else []
 
     def _file(self, row: Row) -> Iterator[bytes]:
@@ -126,15 +126,15 @@ def _groups(rows: List[Row]) -> Iterator[List[Row]]:
 def _checked(file: IO[bytes], row: Row) -> Iterator[bytes]:
     """Yield the next `size` bytes of a file in blocks. Raises Lost at their end if they are not those of the row."""
     path, _, left, _, sha256 = row
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     while left:
         data = file.read(min(left, MOST))
         if not data:
             raise Lost(_CHANGED.format(path))
         left -= len(data)
-        found.update(data)
+        digest.update(data)
         yield data
-    if sha256 and found.hexdigest() != sha256:
+    if sha256 and digest.hexdigest() != sha256:
         raise Lost(_CHANGED.format(path))
 
 
@@ -152,16 +152,16 @@ def unpack(stream: IO[bytes], root: str, digest: str) -> None:
     listed = _listed(manifest, digest)
     with open(os.path.join(root, MANIFEST), "wb") as file:
         file.write(manifest)
-    rows = [(*row[:3], time, row[3]) for row, time in zip((one for one in listed if len(one) > 2), times)]
+    rows = [(*row[:3], time, row[3]) for row, time in zip((row for row in listed if len(row) > 2), times)]
     made = {root}
-    for row in [*rows, *((*one, "") for one in code)]:
+    for row in [*rows, *((*row, "") for row in code)]:
         path = _inside(root, row[0], made)
         with open(path, "xb") as file:
             for data in _checked(stream, row):
                 file.write(data)
             os.fchmod(file.fileno(), row[1])
         os.utime(path, (row[3], row[3]))
-    for path, target in (one for one in listed if len(one) == 2):  # last, lest a file is written through a link
+    for path, target in (row for row in listed if len(row) == 2):  # last, lest a file is written through a link
         os.symlink(_native(target), _inside(root, path, made))
 
 

@@ -42,9 +42,9 @@ class Copy:
     def say(self, pieces: Sequence[Piece] = (), key: str = "", whole: bool = False) -> None:
         """Tell the children's threads of new pieces, of the key, or of the end."""
         with self.changed:
-            for one in pieces:
-                self.pieces.append(one)
-                self.offsets.append(self.offsets[-1] + one[0])
+            for piece in pieces:
+                self.pieces.append(piece)
+                self.offsets.append(self.offsets[-1] + piece[0])
             self.key, self.whole = key or self.key, whole
             self.changed.notify_all()
 
@@ -115,7 +115,7 @@ def answer(copy: Copy, secret: bytes, connection: socket.socket) -> None:
                 listed, end = copy.pieces[number : number + _BATCH], copy.whole and number == len(copy.pieces)
                 told_key = copy.key != ""
                 head = copy.key.encode().ljust(_KEY) + (b"E" if end else b"-")
-            body = head + b"".join(PIECE.pack(*one) for one in listed)
+            body = head + b"".join(PIECE.pack(*piece) for piece in listed)
             connection.sendall(_SIZE.pack(len(body)) + body + code(session, body))
         elif kind == b"G":
             assert copy.file is not None
@@ -124,8 +124,8 @@ def answer(copy: Copy, secret: bytes, connection: socket.socket) -> None:
                 sent = os.sendfile(connection.fileno(), copy.file.fileno(), offset, left)
                 offset, left = offset + sent, left - sent
         else:
-            told = json.loads(take(connection, number).decode())
+            message = json.loads(take(connection, number).decode())
             with copy.changed:
-                copy.told[told["number"]] = told
+                copy.told[message["number"]] = message
                 copy.changed.notify_all()
             return

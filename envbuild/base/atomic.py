@@ -90,17 +90,17 @@ def lock_failure(folder: Path) -> OSError | None:
 def _hold(
     handle: int, on_wait: Callable[[], None] | None, pause: Callable[[float], None] | None, kind: int = fcntl.LOCK_EX
 ) -> bool:
-    told = False
+    reported = False
     while True:
         # The first attempt does not block, so that `on_wait` can run; with `pause`, no attempt does.
-        waits = told and pause is None
+        waits = reported and pause is None
         try:
             fcntl.flock(handle, kind | (0 if waits else fcntl.LOCK_NB))
             return True
         except BlockingIOError:
-            if on_wait and not told:
+            if on_wait and not reported:
                 on_wait()
-            told = True
+            reported = True
             if pause:
                 pause(_PAUSE_S)
         except OSError:
@@ -130,11 +130,11 @@ def exclusive(place: Path, log: Log) -> Iterator[None]:
 
     The lock is on the parent folder. On a file system without locks, the replace itself is still atomic.
     """
-    told = f"another envbuild is building in {place.parent}; waiting for it …"
+    message = f"another envbuild is building in {place.parent}; waiting for it …"
     with contextlib.ExitStack() as held:
         with writing(place.parent):
             place.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(folder_lock(place.parent, lambda: log(told)))
+            held.enter_context(folder_lock(place.parent, lambda: log(message)))
         recover(place)
         yield
 
@@ -370,12 +370,12 @@ def write_hint(number: int | None) -> str:
     return system_hint(number)
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(first: Path, other: Path) -> bool:
     """Exchange two paths atomically; return False if kernel, C library or file system cannot."""
     rename = getattr(_libc, "renameat2", None)
     if rename is None:
         return False
-    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+    if rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
         return True
     number = ctypes.get_errno()
     if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):

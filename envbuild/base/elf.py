@@ -223,24 +223,24 @@ class ElfParts:
 
     def read(self, offset: int, length: int) -> bytes:
         """Return bytes of the file. Raises EOFError for bytes that were not kept."""
-        number, found = max(bisect_right(self._offsets, offset) - 1, 0), list[bytes]()
+        number, pieces = max(bisect_right(self._offsets, offset) - 1, 0), list[bytes]()
         while length > 0:
             start = offset - self._offsets[number] if number < len(self._pieces) else -1
             if start < 0 or not (piece := self._pieces[number][start : start + length]):
                 raise EOFError
-            found.append(piece)
+            pieces.append(piece)
             number, offset, length = number + 1, offset + len(piece), length - len(piece)
-        return b"".join(found)
+        return b"".join(pieces)
 
 
 def _at(stream: BinaryIO, offset: int, length: int) -> bytes:
     if offset < 0 or not 0 <= length <= _MOST or offset > _FAR:
         raise ValueError("not within a file")
     stream.seek(offset)
-    found = stream.read(length)
-    if len(found) < length:
+    data = stream.read(length)
+    if len(data) < length:
         raise EOFError
-    return found
+    return data
 
 
 # Tags of the dynamic section for the tables that symbols need.
@@ -284,26 +284,26 @@ class Symbols:
         self._table = read(places[SYMTAB], count * _SYMBOL)
         self._marks = numbers(places[_VERSYM], count, "H") if _VERSYM in places else (0,) * count
 
-    def undefined(self, wanted: re.Pattern[bytes]) -> Iterator[tuple[bytes, str]]:
-        """Yield (name, version or "") of the undefined symbols that are not weak and whose names match `wanted`."""
+    def undefined(self, pattern: re.Pattern[bytes]) -> Iterator[tuple[bytes, str]]:
+        """Yield (name, version or "") of the undefined symbols that are not weak and whose names match `pattern`."""
         for (name, info, _, section, _, _), mark in self._rows():
-            if not section and name and info >> 4 in _BOUND and wanted.match(self._strings, name):
+            if not section and name and info >> 4 in _BOUND and pattern.match(self._strings, name):
                 yield self._name(name), self._version(mark)
 
     def has(self, name: bytes, version: str) -> bool:
         """Return whether the loader finds the symbol here: in this `version` if both sides have versions."""
-        found = self._defined.get(name, ())
-        return any(not version or not own or own == version for own in map(self._version, found))
+        versions = self._defined.get(name, ())
+        return any(not version or not own or own == version for own in map(self._version, versions))
 
     @cached_property
     def _defined(self) -> dict[bytes, tuple[int, ...]]:
         """Version numbers of the defined symbols."""
-        found: dict[bytes, tuple[int, ...]] = {}
+        versions: dict[bytes, tuple[int, ...]] = {}
         for (offset, _, _, section, _, _), mark in self._rows():
             if section:
                 name = self._name(offset)
-                found[name] = (*found.get(name, ()), mark)
-        return found
+                versions[name] = (*versions.get(name, ()), mark)
+        return versions
 
     def _rows(self) -> Iterator[tuple[tuple[int, ...], int]]:
         return zip(self._entry.iter_unpack(self._table), self._marks, strict=True)

@@ -74,7 +74,7 @@ def joined(kind: type[E], errors: Sequence[EnvbuildError]) -> E:
     for error in errors:
         head, line_end, rest = error.message.partition("\n")
         heads.setdefault(line_end + rest, {})[head] = None
-    return kind("\n".join("\n".join(found) + rest for rest, found in heads.items()), "\n".join(hints) or None)
+    return kind("\n".join("\n".join(lines) + rest for rest, lines in heads.items()), "\n".join(hints) or None)
 
 
 _FULL = "free disk space, inodes or quota there, or choose another folder: ENVBUILD_STORE for the store, TMPDIR, --out"
@@ -201,10 +201,10 @@ def _file_of(error: OSError) -> tuple[str, str]:
     if not paths and reads and writes:
         return "copy", f"{_shortened(reads[0])} to {_shortened(writes[0])}"
     verb = "write" if error.errno in _OF_WRITES or writes else "read" if reads else "write" if noted else ""
-    found = paths or writes or reads or noted[:1]
-    if verb == "write" and any(os.path.dirname(noted[0]) == os.path.dirname(path) for path in found if noted):
-        found = noted[:1]  # instead of the file that is to replace it
-    return verb, " -> ".join(map(_shortened, found))
+    paths_shown = paths or writes or reads or noted[:1]
+    if verb == "write" and any(os.path.dirname(noted[0]) == os.path.dirname(path) for path in paths_shown if noted):
+        paths_shown = noted[:1]  # instead of the file that is to replace it
+    return verb, " -> ".join(map(_shortened, paths_shown))
 
 
 def _open_files(error: OSError) -> tuple[list[str], list[str]]:

@@ -142,13 +142,13 @@ def absolute_path(path: Path) -> Path:
     know a folder only by the link. Tools compare and join paths as text, which requires paths without "..".
     """
     whole = path.absolute()
-    found = Path(whole.anchor)
+    result = Path(whole.anchor)
     for part in whole.parts[1:]:
         if part != "..":
-            found /= part
+            result /= part
         else:
-            found = (Path(os.path.realpath(found)) if found.is_symlink() else found).parent
-    return found
+            result = (Path(os.path.realpath(result)) if result.is_symlink() else result).parent
+    return result
 
 
 def named_path(path: Path) -> Path:

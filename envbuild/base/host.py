@@ -86,7 +86,7 @@ def parse_mounts(text: str) -> Iterator[Mount]:
 def mount_of(path: Path, mounts: Iterable[Mount]) -> Mount | None:
     """Return the mount that contains `path`, which need not exist; None when no mount does."""
     real = os.path.realpath(path)
-    holding = [one for one in mounts if real == one.at or real.startswith(one.at.rstrip("/") + "/")]
+    holding = [mount for mount in mounts if real == mount.at or real.startswith(mount.at.rstrip("/") + "/")]
     # Of several mounts at one mount point, the last one hides the others.
     return max(reversed(holding), key=lambda mount: len(mount.at), default=None)
 
@@ -122,16 +122,16 @@ def workers(variables: Mapping[str, str], most: int = 64, *, root: Path = Path("
     It is the minimum of the CPU affinity, the CPU quotas of the process's cgroups (rounded up) and Slurm's allocation.
     `root` is the folder with proc and sys.
     """
-    found = [most, len(os.sched_getaffinity(0))]
+    counts = [most, len(os.sched_getaffinity(0))]
     for version, folder in _groups("cpu", root):
         if version == 2:
             quota, _, period = _text(folder / "cpu.max").partition(" ")
         else:
             quota, period = (_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
         if (whole := _natural(quota)) and (part := _natural(period)):
-            found.append(-(-whole // part))
+            counts.append(-(-whole // part))
     slurm = _natural(variables.get("SLURM_CPUS_PER_TASK")) or _natural(variables.get("SLURM_CPUS_ON_NODE"))
-    return max(1, min(*found, slurm or most))
+    return max(1, min(*counts, slurm or most))
 
 
 def memory(variables: Mapping[str, str], *, root: Path = Path("/")) -> int | None:
@@ -140,21 +140,21 @@ def memory(variables: Mapping[str, str], *, root: Path = Path("/")) -> int | Non
     It is the minimum of the limits of the process's cgroups, Slurm's allocation, and the memory that the kernel calls
     available. `root` is the folder with proc and sys.
     """
-    found: list[int] = []
+    limits: list[int] = []
     for version, folder in _groups("memory", root):
         limit = _natural(_text(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")))
         if limit is not None and limit < _NO_LIMIT:
-            found.append(limit)
+            limits.append(limit)
     # The value 0 stands for all memory of the node.
     node, each = (_size(variables.get(f"SLURM_MEM_PER_{of}")) for of in ("NODE", "CPU"))
     if node:
-        found.append(node)
+        limits.append(node)
     elif each:
         count = _natural(variables.get("SLURM_CPUS_ON_NODE")) or _natural(variables.get("SLURM_CPUS_PER_TASK"))
-        found.append(each * (count or 1))
+        limits.append(each * (count or 1))
     if available := re.search(r"^MemAvailable:\s*([0-9]+) kB$", _text(root / "proc/meminfo"), re.M):
-        found.append(int(available[1]) << 10)
-    return min(found, default=None)
+        limits.append(int(available[1]) << 10)
+    return min(limits, default=None)
 
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[int, Path]]:

@@ -64,7 +64,7 @@ def top_level(paths: Iterable[str]) -> tuple[str, ...]:
     A namespace package, whose folder has no __init__.py (PEP 420), is replaced by the packages directly inside. Modules
     with a leading underscore, and folders that distributions install by accident (tests, docs), are left out.
     """
-    found, packages = set[str](), set[str]()
+    modules, packages = set[str](), set[str]()
     for path in paths:
         *folders, name = path.split("/")
         module, dot, rest = name.partition(".")
@@ -74,10 +74,10 @@ def top_level(paths: Iterable[str]) -> tuple[str, ...]:
         if module == "__init__" and rest == "py":
             packages.add(".".join(folders))
         elif not folders and module.isidentifier():
-            found.add(module)
+            modules.add(module)
     # The inner one of two packages is imported by its namespace alone.
-    found |= {package for package in packages if package.partition(".")[0] not in packages - {package}}
-    return tuple(sorted(one for one in found if one and not _NO_MODULE.match(one)))
+    modules |= {package for package in packages if package.partition(".")[0] not in packages - {package}}
+    return tuple(sorted(module_name for module_name in modules if module_name and not _NO_MODULE.match(module_name)))
 
 
 _WHEEL = "Wheel-Version: 1.0\nGenerator: envbuild\nRoot-Is-Purelib: true\nTag: py3-none-any\n"

@@ -166,8 +166,8 @@ def run(
     except BaseException:
         stop([child])
         raise
-    said = (stream.decode(errors="replace") for stream in (out, err))
-    done = subprocess.CompletedProcess([str(part) for part in command], child.returncode, *said)
+    texts = (stream.decode(errors="replace") for stream in (out, err))
+    done = subprocess.CompletedProcess([str(part) for part in command], child.returncode, *texts)
     if check and done.returncode != 0:
         raise failure(f"{what or Path(command[0]).name} failed ({ending(child.returncode)}):\n{tail(done)}")
     return done

@@ -281,7 +281,7 @@ class Display:
 
     def _end(self, task: Task) -> None:
         with self._lock:
-            self._tasks = [one for one in self._tasks if one is not task]
+            self._tasks = [other for other in self._tasks if other is not task]
             if not self._tasks and self._live is not None:
                 self._live.stop()
                 self._live = None
@@ -365,9 +365,9 @@ OnProgress = Callable[[int], None]
 def display() -> Display:
     """Return the display of stderr, one per stream object: a test that replaces the stream gets a new display."""
     stream: Any = sys.stderr
-    found = getattr(stream, "display", None)
-    if isinstance(found, Display):
-        return found
+    own = getattr(stream, "display", None)
+    if isinstance(own, Display):
+        return own
     new = Display(stream)
     if stream is not None:
         stream.display = new

@@ -124,14 +124,14 @@ def value_at(value: Any, *keys: str) -> Any:
 
 def table_at(value: Any, *keys: str) -> dict[str, Any]:
     """Return the table at `keys` in unvalidated data, {} if there is none."""
-    found = value_at(value, *keys)
-    return found if isinstance(found, dict) else {}
+    table = value_at(value, *keys)
+    return table if isinstance(table, dict) else {}
 
 
 def list_at(value: Any, *keys: str) -> list[Any]:
     """Return the list at `keys` in unvalidated data, [] if there is none."""
-    found = value_at(value, *keys)
-    return found if isinstance(found, list) else []
+    values = value_at(value, *keys)
+    return values if isinstance(values, list) else []
 
 
 def _syntax_error(path: Path, text: str, message: str) -> str:
@@ -279,10 +279,10 @@ def toml_pairs(table: Mapping[str, object]) -> list[str]:
 
 def table_text(table: Mapping[str, object], keys: tuple[str, ...] = ()) -> str:
     """Return `table` and its inner tables as TOML, with the header `[KEYS]`."""
-    only_tables = table and all(isinstance(one, Mapping) for one in table.values())
+    only_tables = table and all(isinstance(item, Mapping) for item in table.values())
     lines = [f"\n[{'.'.join(map(toml_key, keys))}]"] if keys and not only_tables else []
-    lines += [f"{toml_key(key)} = {_lines(one)}" for key, one in table.items() if not isinstance(one, Mapping)]
-    inner = [table_text(one, (*keys, key)) for key, one in table.items() if isinstance(one, Mapping)]
+    lines += [f"{toml_key(key)} = {_lines(item)}" for key, item in table.items() if not isinstance(item, Mapping)]
+    inner = [table_text(item, (*keys, key)) for key, item in table.items() if isinstance(item, Mapping)]
     return "".join(f"{line}\n" for line in lines) + "".join(inner)
 
 
@@ -290,7 +290,7 @@ def _lines(value: object) -> str:
     short = toml_value(value)
     if not isinstance(value, list) or len(short) < _LINE:
         return short
-    return "[\n" + "".join(f"  {toml_value(one)},\n" for one in value) + "]"
+    return "[\n" + "".join(f"  {toml_value(item)},\n" for item in value) + "]"
 
 
 T = TypeVar("T")
@@ -330,9 +330,9 @@ def internal(default: T) -> T:
     return dataclasses.field(default=default, metadata={"internal": True})
 
 
-def form(pattern: str, what: str) -> Check:
-    """Return a check that values fully match `pattern`; its message is the value and `what`."""
-    return lambda value: None if re.fullmatch(pattern, value) else f"{value!r} {what}"
+def form(pattern: str, problem: str) -> Check:
+    """Return a check that values fully match `pattern`; its message is the value and `problem`."""
+    return lambda value: None if re.fullmatch(pattern, value) else f"{value!r} {problem}"
 
 
 Problem = tuple[Keys, str]
@@ -367,7 +367,7 @@ def decode(
     problems.extend(check(document) if check else ())
     if not problems:
         return result
-    lines = {(document.position(keys), f"{document.where(*keys)}: {what}") for keys, what in problems}
+    lines = {(document.position(keys), f"{document.where(*keys)}: {problem}") for keys, problem in problems}
     raise error("\n".join(text for _, text in sorted(lines)))
 
 
@@ -417,13 +417,13 @@ def _decode_table(cls: Any, value: dict[str, Any], keys: Keys, problems: list[Pr
     for key in value.keys() - fields.keys():
         place = f"in [{_dotted(keys)}]" if keys else "at the top level"
         problems.append(((*keys, key), f"unknown key {key!r} {place}{nearest(key, fields)}"))
-    found: dict[str, Any] = {}
+    fields_read: dict[str, Any] = {}
     for name, field in fields.items():
         if name in value:
-            found[field.name] = _decode(hints[field.name], field.metadata, value[name], (*keys, name), problems)
+            fields_read[field.name] = _decode(hints[field.name], field.metadata, value[name], (*keys, name), problems)
         elif _is_required(field):
             problems.append((keys, f"missing key {_label((*keys, name))}"))
-    return None if problems else cls(**found)
+    return None if problems else cls(**fields_read)
 
 
 def _fields(cls: Any) -> dict[str, dataclasses.Field[Any]]:
@@ -441,11 +441,11 @@ def _scalar_problem(base: type, rules: Mapping[str, Any], value: Any) -> str | N
     if "minimum" in rules and value < rules["minimum"]:
         return f"expected at least {rules['minimum']}, got {value}"
     # Before the pattern, whose message repeats the value: a check may recognize a secret.
-    found: str | None = rules["check"](value) if "check" in rules else None
+    problem: str | None = rules["check"](value) if "check" in rules else None
     # fullmatch: "$" alone also matches before a final newline.
-    if found is None and "pattern" in rules and not re.fullmatch(rules["pattern"], value):
+    if problem is None and "pattern" in rules and not re.fullmatch(rules["pattern"], value):
         return f"{value!r} does not match {rules['pattern']}"
-    return found
+    return problem
 
 
 def _choices(rules: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -453,9 +453,9 @@ def _choices(rules: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(choices() if callable(choices) else choices)
 
 
-def _add(problems: list[Problem], keys: Keys, what: str | None) -> None:
-    if what is not None:
-        problems.append((keys, f"{_label(keys)}: {what}"))
+def _add(problems: list[Problem], keys: Keys, problem: str | None) -> None:
+    if problem is not None:
+        problems.append((keys, f"{_label(keys)}: {problem}"))
 
 
 def _shape(hint: Any) -> tuple[Any, Any]:
@@ -530,8 +530,8 @@ def _schema(hint: Any, rules: Mapping[str, Any]) -> dict[str, Any]:
     if base in (tuple, dict):
         kind, entries, least = _CONTAINERS[base]
         size = {least: rules["min_items"]} if "min_items" in rules else {}
-        found = {"type": kind, entries: _schema(inner, rules), **size}
-        return {"anyOf": [{"type": "array", "items": {"type": "string"}}, found]} if rules.get("names") else found
+        schema = {"type": kind, entries: _schema(inner, rules), **size}
+        return {"anyOf": [{"type": "array", "items": {"type": "string"}}, schema]} if rules.get("names") else schema
     result: dict[str, Any] = {"type": _KINDS[base][1]}
     if choices := inner or _choices(rules):
         result["enum"] = list(choices)

@@ -43,9 +43,9 @@ def parse_yaml(
             events += 1
             depth = len(around)
             if depth > _DEEPEST or found > aliases or events > _EVENTS:
-                what = f"{_DEEPEST} levels" if depth > _DEEPEST else f"{aliases} aliases"
-                what = what if events <= _EVENTS else f"{_EVENTS} values, keys and lists"
-                raise error(f"{name}:{event.start_mark.line + 1}: more than {what}", hint)
+                excess = f"{_DEEPEST} levels" if depth > _DEEPEST else f"{aliases} aliases"
+                excess = excess if events <= _EVENTS else f"{_EVENTS} values, keys and lists"
+                raise error(f"{name}:{event.start_mark.line + 1}: more than {excess}", hint)
             return event
 
     yaml.Parser = Bounded
@@ -55,9 +55,9 @@ def parse_yaml(
     except YAMLError as problem:
         mark = getattr(problem, "problem_mark", None) or getattr(problem, "context_mark", None)
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        said = getattr(problem, "problem", None) or str(problem).partition("\n")[0]
-        raise error(f"{name}{place}: not YAML: {said}", hint) from None
+        reason = getattr(problem, "problem", None) or str(problem).partition("\n")[0]
+        raise error(f"{name}{place}: not YAML: {reason}", hint) from None
     except (ValueError, TypeError, OverflowError, AttributeError, KeyError, IndexError, RecursionError) as problem:
         # for example a number with thousands of digits, an invalid date, a list as a key
-        said = str(problem).partition("\n")[0]
-        raise error(f"{name}: YAML with a value that cannot be read: {said[:200]}", hint) from None
+        reason = str(problem).partition("\n")[0]
+        raise error(f"{name}: YAML with a value that cannot be read: {reason[:200]}", hint) from None

@@ -76,7 +76,7 @@ _MOST_TOLD = 1 << 16
 
 def spread_of(series: Sequence[Sequence[float]]) -> float:
     """Return the standard deviation of the log ratios within each series, by the median of all differences (Shamos)."""
-    apart = [abs(one - other) for values in series for one, other in combinations(values, 2)]
+    apart = [abs(value - other) for values in series for value, other in combinations(values, 2)]
     return max(_LEAST_SPREAD, _SHAMOS * statistics.median(apart)) if apart else _LEAST_SPREAD
 
 
@@ -152,17 +152,17 @@ class Judge:
                 process.stop([child])
             written.seek(max(0, written.seek(0, os.SEEK_END) - _MOST_TOLD))
             output = written.read().decode(errors="replace")
-        told = "\n".join(output.splitlines()[-process.TAIL_LINES :])
+        output_tail = "\n".join(output.splitlines()[-process.TAIL_LINES :])
         if status in _CANNOT_RUN:
-            raise UsageError(f"the command cannot be run (exit {status}): {clean(told)}", "correct --metric")
+            raise UsageError(f"the command cannot be run (exit {status}): {clean(output_tail)}", "correct --metric")
         state = {0: MixState.GOOD, _SKIP: MixState.UNTESTABLE}.get(status, MixState.BAD)
-        return state, {"exit": status, "output": told}
+        return state, {"exit": status, "output": output_tail}
 
     def _compare(self, subject: Subject, settings: VerifySettings) -> tuple[MixState, dict[str, Any]]:
         """Judge an environment by its step time and the bad lock's, measured in turn; a faster environment is good."""
 
-        def measured(one: Subject) -> float:
-            return measure_step(one, settings, self.environment.variables, self.environment.site.fabric)
+        def measured(artifact: Subject) -> float:
+            return measure_step(artifact, settings, self.environment.variables, self.environment.site.fabric)
 
         if self.slow is None:
             self.slow = subject
@@ -228,8 +228,10 @@ class Judgement:
     @property
     def text(self) -> str:
         """The state and its evidence, on one line."""
-        told = {key: value for key, value in self.evidence.items() if not isinstance(value, list)}
-        shown = ", ".join(f"{key} {str(value).strip().splitlines()[-1]}" for key, value in told.items() if value != "")
+        shown_evidence = {key: value for key, value in self.evidence.items() if not isinstance(value, list)}
+        shown = ", ".join(
+            f"{key} {str(value).strip().splitlines()[-1]}" for key, value in shown_evidence.items() if value != ""
+        )
         return clean(f"{self.state.value} ({shown})" if shown else self.state.value)
 
 
@@ -258,15 +260,15 @@ class Bisected:
     def as_json(self) -> dict[str, Any]:
         """Return the object that `--json` prints."""
 
-        def row(one: Judgement | None) -> dict[str, Any] | None:
+        def row(judgement_row: Judgement | None) -> dict[str, Any] | None:
             return (
                 None
-                if one is None
+                if judgement_row is None
                 else {
-                    "moved": one.moved,
-                    "state": one.state.value,
-                    "evidence": one.evidence,
-                    "seconds": round(one.seconds, 3),
+                    "moved": judgement_row.moved,
+                    "state": judgement_row.state.value,
+                    "evidence": judgement_row.evidence,
+                    "seconds": round(judgement_row.seconds, 3),
                 }
             )
 
@@ -328,19 +330,19 @@ def _metadata(
     wheels = [
         two for difference in differing for two in (difference.good, difference.bad) if isinstance(two, LockedPackage)
     ]
-    found = {}
+    requirements = {}
     for wheel, path in zip(
         wheels, fetch_wheels(wheels, environment, plan.indexes, plan.bound, offline=offline), strict=True
     ):
-        found[wheel.name, wheel.version] = _required_by(path)
-    return found
+        requirements[wheel.name, wheel.version] = _required_by(path)
+    return requirements
 
 
 def _required_by(wheel: Path) -> list[str]:
     try:
         with zipfile.ZipFile(wheel) as archive:
             name = next(
-                one for one in archive.namelist() if one.endswith(".dist-info/METADATA") and one.count("/") == 1
+                name for name in archive.namelist() if name.endswith(".dist-info/METADATA") and name.count("/") == 1
             )
             return required_by(archive, name.partition("/")[0])
     except (OSError, zipfile.BadZipFile, RuntimeError, StopIteration) as error:

@@ -63,17 +63,17 @@ class Group:
 
 def differences(good: Lock, bad: Lock) -> list[Difference]:
     """Return the packages whose version or files differ, by name."""
-    one, other = _packages(good), _packages(bad)
+    left, other = _packages(good), _packages(bad)
     return [
-        Difference(name, one.get(name), other.get(name))
-        for name in sorted(one.keys() | other.keys())
-        if one.get(name) != other.get(name)
+        Difference(name, left.get(name), other.get(name))
+        for name in sorted(left.keys() | other.keys())
+        if left.get(name) != other.get(name)
     ]
 
 
 def _packages(lock: Lock) -> dict[str, LockedPackage | BuiltPackage]:
-    found: dict[str, LockedPackage | BuiltPackage] = {package.name: package for package in lock.packages}
-    return found | {package.name: package for package in lock.built}
+    packages: dict[str, LockedPackage | BuiltPackage] = {package.name: package for package in lock.packages}
+    return packages | {package.name: package for package in lock.built}
 
 
 def mixed(good: Lock, differing: Iterable[Difference], moved: Collection[str]) -> Lock:
@@ -117,12 +117,12 @@ def _together(name: str, reach: Mapping[str, Collection[str]]) -> list[str]:
 
 
 def _reached(name: str, implied: Mapping[str, Collection[str]]) -> set[str]:
-    found, todo = {name}, [name]
+    names, todo = {name}, [name]
     while todo:
-        new = set(implied[todo.pop()]) - found
-        found |= new
+        new = set(implied[todo.pop()]) - names
+        names |= new
         todo += new
-    return found
+    return names
 
 
 def _implications(
@@ -130,8 +130,8 @@ def _implications(
 ) -> dict[str, set[str]]:
     """Return, for each package, the packages that must move with it."""
     read = _Requirements(metadata, direct, python)
-    by_name = {one.name: one for one in differing}
-    found: dict[str, set[str]] = {name: set() for name in by_name}
+    by_name = {difference.name: difference for difference in differing}
+    by_package: dict[str, set[str]] = {name: set() for name in by_name}
     for difference in differing:
         for side, version in enumerate(difference.versions):
             for name, asked in read.of(difference.name, version) if version else ():
@@ -140,10 +140,10 @@ def _implications(
                     continue  # the same in both locks, or not even its own lock meets it (an override)
                 if not _meets(asked, other.versions[1 - side]):
                     if side:
-                        found[difference.name].add(name)
+                        by_package[difference.name].add(name)
                     else:
-                        found[name].add(difference.name)
-    return found
+                        by_package[name].add(difference.name)
+    return by_package
 
 
 def _meets(asked: Requirement, version: str) -> bool:
@@ -236,7 +236,7 @@ class _Tests:
     def closed(self, groups: Iterable[int]) -> Mix:
         """Return `groups` with the groups that they need."""
         chosen = frozenset(groups)
-        return chosen.union(*(self.needs[one] for one in chosen))
+        return chosen.union(*(self.needs[name] for name in chosen))
 
     def first_bad(self, order: Sequence[int], with_: Mix = frozenset()) -> tuple[int, int]:
         """Return (low, high): with `with_`, the first `low` groups of `order` are good, the first `high` groups bad.

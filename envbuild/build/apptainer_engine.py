@@ -45,8 +45,8 @@ except subprocess.CalledProcessError as error:
 def find_engine(variables: Mapping[str, str]) -> str:
     """Return the path of the installed Apptainer, else of SingularityCE. Raises HostError when there is neither."""
     for name in PROGRAMS:
-        if found := shutil.which(name, path=variables.get("PATH")):
-            return os.path.abspath(found)
+        if path := shutil.which(name, path=variables.get("PATH")):
+            return os.path.abspath(path)
     raise HostError(
         "neither apptainer nor singularity is installed here",
         "install Apptainer (apptainer.org), load its module, or build without it: envbuild writes SIF files itself",
@@ -72,9 +72,9 @@ def build_with_apptainer(source: str, out: Path, environment: Environment, *, ar
             if not image.is_file():
                 raise BuildError("the tool reported no error, but wrote no image")
             with image.open("rb") as stream:
-                found = read_sif(stream, "what the tool made").arch
-            if found != arch:
-                raise BuildError(f"the tool made an image for {found or 'no architecture'}, not {arch}")
+                sif_arch = read_sif(stream, "what the tool made").arch
+            if sif_arch != arch:
+                raise BuildError(f"the tool made an image for {sif_arch or 'no architecture'}, not {arch}")
         with writing(out.parent):
             image.chmod(0o755)  # executable, as the tool's own SIF files are
             os.replace(image, out)

@@ -63,16 +63,16 @@ class SignedBundles:
     def add(self, bundle: bytes, at: float = 0.0) -> None:
         """Keep `bundle`, attached `at` (seconds since 1970), if a signer signed it and it is the newest."""
         try:
-            told, by = self.signers.opened(bundle)
+            statement, by = self.signers.opened(bundle)
         except ValueError:  # somebody's signature
             return
-        name = _NAMES.get(told["predicateType"])
-        digests = [f"sha256:{row['digest']['sha256']}" for row in told["subject"]]
+        name = _NAMES.get(statement["predicateType"])
+        digests = [f"sha256:{row['digest']['sha256']}" for row in statement["subject"]]
         if not by or name is None or self.digest not in digests:
             return
-        time_of = at if name else _seconds(told["predicate"].get("verified_at"))
+        time_of = at if name else _seconds(statement["predicate"].get("verified_at"))
         if name not in self._newest or time_of > self._newest[name][0]:
-            self._newest[name] = time_of, told["predicate"], bundle
+            self._newest[name] = time_of, statement["predicate"], bundle
 
     def needs(self, kind: str | None, at: float) -> bool:
         """Return whether the bundle must be read: it may be newer than the kept one of its predicate type `kind`.
@@ -111,27 +111,27 @@ class _Attached:
     layer: Descriptor | None = None
 
 
-def add_attached(found: SignedBundles, registry: Registry, store: Store) -> None:
-    """Add to `found` the bundles that are attached to its image in `registry`, beginning with the newest.
+def add_attached(bundles: SignedBundles, registry: Registry, store: Store) -> None:
+    """Add to `bundles` the bundles that are attached to its image in `registry`, beginning with the newest.
 
     Everybody with write access to the repository may attach bundles with any date. Bundles without a trusted signature
     are therefore read up to the limits above, and ignored. Logs when there are more. Raises BuildError when the
     registry fails, or when it lacks a bundle and no other is a receipt.
     """
-    rows, cut = referrers(registry, found.digest, BUNDLE)
+    rows, cut = referrers(registry, bundles.digest, BUNDLE)
     latest = time.time() + CLOCK_S
     attached = [_Attached(_seconds(row.annotations.get(_CREATED)), row) for row in rows]
     # A date of the future is no signer's, and must not come before theirs.
-    attached = [one if one.at <= latest else replace(one, at=0.0) for one in attached]
-    waiting = deque(sorted(attached, key=lambda one: -one.at))
+    attached = [item if item.at <= latest else replace(item, at=0.0) for item in attached]
+    waiting = deque(sorted(attached, key=lambda item: -item.at))
     missing: list[BuildError] = []
     read = size = 0
 
-    def fetch(one: _Attached, stop: threading.Event) -> bytes | _Attached:
+    def fetch(item: _Attached, stop: threading.Event) -> bytes | _Attached:
         try:
-            layer = one.layer or referrer_layer(registry, one.row, BUNDLE, MOST)
-            if one.layer is None and layer.size > _SMALL:
-                return replace(one, layer=layer)
+            layer = item.layer or referrer_layer(registry, item.row, BUNDLE, MOST)
+            if item.layer is None and layer.size > _SMALL:
+                return replace(item, layer=layer)
             registry.fetch_blob(layer, store.blobs, lambda _: None, stop)
             return store.blobs.read(layer.digest)
         except ValueError:
@@ -142,22 +142,22 @@ def add_attached(found: SignedBundles, registry: Registry, store: Store) -> None
 
     while waiting:
         batch = [waiting.popleft() for _ in range(min(_AT_ONCE, len(waiting)))]
-        batch = [attached for attached in batch if found.needs(attached.row.annotations.get(_KIND), attached.at)]
+        batch = [attached for attached in batch if bundles.needs(attached.row.annotations.get(_KIND), attached.at)]
         if batch and (read >= _MOST_READ or size >= _MOST_BYTES):
             cut = True
             break
-        for one, got in zip(batch, each(batch, fetch, _AT_ONCE), strict=True):
+        for waiting_item, got in zip(batch, each(batch, fetch, _AT_ONCE), strict=True):
             if isinstance(got, _Attached):
                 waiting.append(got)
             else:
-                read, size = read + 1, size + one.row.size + len(got)
-                found.add(got, one.at)
+                read, size = read + 1, size + waiting_item.row.size + len(got)
+                bundles.add(got, waiting_item.at)
     if cut:
         log(
-            f"{registry.reference.name}@{found.digest}: it has too many attestations; only {read} were read, "
+            f"{registry.reference.name}@{bundles.digest}: it has too many attestations; only {read} were read, "
             "those with the latest dates. Delete those that do not belong to it"
         )
-    if missing and not found.has_receipt:
+    if missing and not bundles.has_receipt:
         raise missing[0]
 
 

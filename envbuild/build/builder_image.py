@@ -74,20 +74,20 @@ def _title(lock: ImageLock) -> str:
 
 
 def _write_builder(lock: ImageLock, folder: Path, path: Path, environment: Environment, offline: bool) -> None:
-    maker = segment_cache(environment, codec_of(_CODEC))
+    segments = segment_cache(environment, codec_of(_CODEC))
     base, arch, env = lock.base, Target.parse(lock.target).arch, list(_ENV)
     if isinstance(base, OciLock):
         pulled = pull(base.reference, base.digest, arch, environment, folder)
         env = list((pulled.config.get("config") or {}).get("Env") or _ENV)
-        layers = image_layers(pulled, base.reference, maker)
+        layers = image_layers(pulled, base.reference, segments)
     else:
         key = ["builder", FIXED_TIME, rules_digest()]
         key += [f"{deb.name} {deb.version} {deb.arch} {deb.sha256}" for deb in base.packages]
         tree = partial(locked_files, base, FIXED_TIME, environment, offline=offline)
-        layers = (maker.part(LayerRequest(_title(lock), key_of("debian", key), tree)),)
+        layers = (segments.part(LayerRequest(_title(lock), key_of("debian", key), tree)),)
     config = {"architecture": GOARCH[arch], "os": "linux", "config": {"Env": env}}
     origin = f"envbuild:builder:{lock.target}@{lock.digest}"
-    root_of = composed(layers, maker, config, provenance=origin, definition="", arch=arch, mtime=FIXED_TIME)
+    root_of = composed(layers, segments, config, provenance=origin, definition="", arch=arch, mtime=FIXED_TIME)
     with environment.store.working("builders", "new") as made:
         new = made / path.name
         with new.open("x+b") as out, root_of as root:

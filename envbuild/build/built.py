@@ -73,10 +73,10 @@ def find_built(
     tops = [build_folder()]
     if shared and (more := Path(shared, "build")).absolute() != tops[0].absolute():
         tops.append(more)
-    found = _recipe_of(text, search_folders(site_folders), tops)
-    if found is None:
+    recipe_and_file = _recipe_of(text, search_folders(site_folders), tops)
+    if recipe_and_file is None:
         return None
-    recipe, file = found
+    recipe, file = recipe_and_file
     tops = [top / recipe for top in tops]
     built = next(filter(None, (_built_in(top, recipe, file, kinds, target) for top in tops)), [])
     if prefer:
@@ -89,7 +89,9 @@ def find_built(
             f"build it first ({commands}), or give the path of an artifact",
         )
     if len(built) > 1 and prefer:
-        raise UsageError(f"{recipe} is built for {', '.join(one.target for one in built)}", "choose one with --target")
+        raise UsageError(
+            f"{recipe} is built for {', '.join(artifact.target for artifact in built)}", "choose one with --target"
+        )
     if len(built) > 1:
         paths = ", ".join(path.documented for path in built)
         raise UsageError(f"{len(built)} artifacts of recipe {recipe!r} match: {paths}", "give one of these paths")

@@ -107,8 +107,8 @@ def open_subject(path: Path, environment: Environment, runtime: str | None = Non
     if kind is None:
         if runtime is not None:
             raise UsageError(f"{path} is no .sqsh or .sif file: it has no runtime to choose")
-        what = "is not an artifact of envbuild" if path.exists() else "does not exist"
-        raise UsageError(f"{path} {what}", "give the folder or file that envbuild printed as its last line")
+        problem = "is not an artifact of envbuild" if path.exists() else "does not exist"
+        raise UsageError(f"{path} {problem}", "give the folder or file that envbuild printed as its last line")
     return subject_at(path, kind, environment, runtime)
 
 

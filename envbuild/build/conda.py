@@ -153,8 +153,8 @@ def _refuse_over(wheel: WheelFile, python: str, before: dict[str, str], staged: 
     for path in wheel_paths(wheel.path, Scheme("prefix", python, conda=True)):
         relative = path.removeprefix("prefix/")
         if os.path.lexists(staged / relative):
-            found = (record for record in read_records(staged) if relative in record["files"])
-            owners = [f"conda package {one['name']}-{one['version']}-{one['build']}" for one in found]
+            records = (record for record in read_records(staged) if relative in record["files"])
+            owners = [f"conda package {record['name']}-{record['version']}-{record['build']}" for record in records]
             owners += [f"what is in {META}" if relative.startswith(META) else "the environment"]
             raise BuildError(
                 f"{wheel.path.name} would replace {relative} of {owners[0]}",
@@ -255,6 +255,6 @@ def _sourced(scripts: list[Path], env: dict[str, str]) -> dict[str, str]:
         what="the environment's activation (etc/conda/activate.d)",
     )
     pairs = (line.partition("=") for line in done.stdout.split("\0") if "=" in line)
-    found = {name: value for name, _, value in pairs}
+    variables_set = {name: value for name, _, value in pairs}
     own = {name: env[name] for name in _SHELLS if name in env}
-    return {name: value for name, value in found.items() if name not in _SHELLS} | own
+    return {name: value for name, value in variables_set.items() if name not in _SHELLS} | own

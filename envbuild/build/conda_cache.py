@@ -83,10 +83,10 @@ def known(store: Store, package: CondaPackage) -> Metadata | None:
 def read_metadata(store: Store, package: CondaPackage, archive: Path) -> Metadata:
     """Read the metadata of `archive`, and store it. Raises BuildError when it is not the locked package."""
     info = read_info(archive)
-    found = [str(info.index.get(key)) for key in ("name", "version", "build")]
-    if found != [package.name, package.version, package.build]:
+    fields = [str(info.index.get(key)) for key in ("name", "version", "build")]
+    if fields != [package.name, package.version, package.build]:
         raise BuildError(
-            f"{archive.name}: the archive contains {' '.join(found)}, but the lock names {package.stem}",
+            f"{archive.name}: the archive contains {' '.join(fields)}, but the lock names {package.stem}",
             "lock again: the lock was edited, or its channel has files under wrong names",
         )
     # The shortest placeholder in a binary file: no prefix may be longer.
@@ -141,10 +141,10 @@ def held(store: Store) -> Iterator[None]:
     """Hold the lock on the unpacked packages, and remove leftovers of killed processes. Raises BuildError."""
     pkgs = store.folder("conda", "pkgs")
     store.folder("conda", "stamps")
-    told = f"another envbuild uses the conda packages in {store.root}; waiting for it …"
+    message = f"another envbuild uses the conda packages in {store.root}; waiting for it …"
     with contextlib.ExitStack() as stack:
         with _writing(store):  # on a file system without locks, rattler's own locks have to do
-            stack.enter_context(file_lock(store.conda_lock, lambda: log(told)))
+            stack.enter_context(file_lock(store.conda_lock, lambda: log(message)))
         for left in pkgs.glob(".*"):
             if left.is_dir():
                 remove_tree(left)
@@ -181,12 +181,12 @@ def tree_digest(root: Path, read: dict[Stat, str]) -> str:
     """
     rows: list[tuple[str | int, ...]] = []
     for path, info in walk_stats(root):
-        file, found = root / path, stat_of(info)
+        file, stat_row = root / path, stat_of(info)
         if stat.S_ISLNK(info.st_mode):
             content = os.readlink(file)
         else:
-            content = read[found] = file_digest(file).hex()
-        rows.append((path, *found[:3], content))
+            content = read[stat_row] = file_digest(file).hex()
+        rows.append((path, *stat_row[:3], content))
     return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()
 
 

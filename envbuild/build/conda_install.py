@@ -109,14 +109,14 @@ class _Work:
 
 
 def _prepared(packages: Sequence[CondaPackage], prefix: Prefix, store: Store, locate: Locate) -> _Work:
-    found = {package: conda_cache.known(store, package) for package in packages}
-    missing = [package for package, row in found.items() if row is None]
-    for package in found.keys() - set(missing):
+    rows = {package: conda_cache.known(store, package) for package in packages}
+    missing = [package for package, row in rows.items() if row is None]
+    for package in rows.keys() - set(missing):
         reuse("conda packages", package.file_name, True)
     new = conda_cache.archives(store, missing, locate) if missing else {}
     known = {
         package: row or conda_cache.metadata(store, package) or conda_cache.read_metadata(store, package, new[package])
-        for package, row in found.items()
+        for package, row in rows.items()
     }
     length = len(prefix.final.encode())
     for package, row in known.items():
@@ -168,7 +168,7 @@ def _link(work: _Work, on_progress: OnProgress) -> None:
         }
         job.write_text(json.dumps(plain), encoding="utf-8")
     sizes = {package.name: work.known[package].size for package in work.new}
-    said: list[str] = []
+    output_lines: list[str] = []
 
     def read(line: str) -> None:
         kind, _, text = line.partition(" ")
@@ -177,11 +177,14 @@ def _link(work: _Work, on_progress: OnProgress) -> None:
         elif kind == "failed":
             raise _explained(text, work)
         else:
-            said.append(line)
+            output_lines.append(line)
 
     status = run_job(job, read)
-    if "done" not in said:
-        lines = [f"{work.final}: linking the conda packages ended early ({process.ending(status)})", *said[-20:]]
+    if "done" not in output_lines:
+        lines = [
+            f"{work.final}: linking the conda packages ended early ({process.ending(status)})",
+            *output_lines[-20:],
+        ]
         raise BuildError("\n  ".join(lines), process.KILLED if status < 0 else None)
     job.unlink()
 
@@ -216,8 +219,8 @@ def _explained(text: str, work: _Work) -> BuildError:
             full = True
     if "failed to fetch" in text or full:
         return work.store.unwritable(OSError(number, os.strerror(number)))
-    said = f"{os.strerror(number)} while packages were linked"
-    return BuildError(f"cannot write {work.staged.parent}: {said}", atomic.write_hint(number))
+    reason = f"{os.strerror(number)} while packages were linked"
+    return BuildError(f"cannot write {work.staged.parent}: {reason}", atomic.write_hint(number))
 
 
 def _clean_records(work: _Work) -> None:

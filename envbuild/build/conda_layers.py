@@ -148,38 +148,38 @@ def _part(
     )
 
 
-def _package_tree(root: Path, one: LinkedPackage, scheme: Scheme, mtime: int, store: Store) -> Tree:
+def _package_tree(root: Path, linked: LinkedPackage, scheme: Scheme, mtime: int, store: Store) -> Tree:
     """Yield the files of a package and its record. Raises BuildError for a file that its record does not describe."""
-    record = _record(root, one.package, store)
+    record = _record(root, linked.package, store)
     for row in record["paths_data"]["paths"]:
         path, place = root / row["_path"], f"{scheme.prefix}/{row['_path']}"
-        found = path.lstat()
-        if stat.S_ISDIR(found.st_mode):
+        info = path.lstat()
+        if stat.S_ISDIR(info.st_mode):
             yield Entry(place, DIR, 0o755, mtime=mtime), None
-        elif stat.S_ISLNK(found.st_mode):
+        elif stat.S_ISLNK(info.st_mode):
             yield Entry(place, SYMLINK, 0o777, 0, os.readlink(path), mtime=mtime), None
         else:
-            mode = 0o755 if found.st_mode & 0o111 else 0o644
-            wanted = row.get("sha256_in_prefix") or row.get("sha256", "")
+            mode = 0o755 if info.st_mode & 0o111 else 0o644
+            expected = row.get("sha256_in_prefix") or row.get("sha256", "")
             with path.open("rb") as stream:
-                content = _Checked(stream, found.st_size, wanted, f"{one.package.stem}: {row['_path']}")
-                yield Entry(place, FILE, mode, found.st_size, mtime=mtime), content
+                content = _Checked(stream, info.st_size, expected, f"{linked.package.stem}: {row['_path']}")
+                yield Entry(place, FILE, mode, info.st_size, mtime=mtime), content
     data = _render(record)
-    if hashlib.sha256(data).hexdigest() != one.record:
+    if hashlib.sha256(data).hexdigest() != linked.record:
         raise BuildError(
-            f"{one.package.stem}: rattler linked different files than in an earlier build",
+            f"{linked.package.stem}: rattler linked different files than in an earlier build",
             f"remove {store.root / 'conda' / 'images'}, and run it again",
         )
-    place = f"{scheme.prefix}/{META}/{one.package.stem}.json"
+    place = f"{scheme.prefix}/{META}/{linked.package.stem}.json"
     yield Entry(place, FILE, 0o644, len(data), mtime=mtime), io.BytesIO(data)
 
 
 class _Checked(HashedContent):
-    """A stream of `whole` bytes that is hashed; at its end, the digest must be `wanted` (hexadecimal, "" for any)."""
+    """A stream of `whole` bytes that is hashed; at its end, the digest must be `expected` (hexadecimal, "" for any)."""
 
-    def __init__(self, content: Readable, whole: int, wanted: str, where: str) -> None:
+    def __init__(self, content: Readable, whole: int, expected: str, where: str) -> None:
         super().__init__(content)
-        self._whole, self._wanted, self._where = whole, wanted, where
+        self._whole, self._wanted, self._where = whole, expected, where
 
     def read(self, size: int = -1, /) -> bytes:
         data = super().read(size)

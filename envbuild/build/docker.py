@@ -181,9 +181,9 @@ def _repositories(image: AssembledImage, host: str, environment: Environment) ->
         base = parse_reference(image.base_name)
     except UsageError:  # the base is Debian packages or a local image
         return []
-    found = [base.repository] if base.registry == host else []
+    names = [base.repository] if base.registry == host else []
     for mirror in environment.site.registry(base.registry).mirrors:
         parts = urlsplit(mirror)
         if parts.netloc.rpartition("@")[2] == host:
-            found.append(f"{parts.path}/{base.repository}".strip("/"))
-    return found
+            names.append(f"{parts.path}/{base.repository}".strip("/"))
+    return names

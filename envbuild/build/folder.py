@@ -95,12 +95,12 @@ def _for_python(
     loaded: LoadedRecipe, target: Target, environment: Environment, python: str | None, **use: Unpack[LockUse]
 ) -> LoadedRecipe:
     """Return the recipe with the Python that its virtual environment gets on this host, which may be downloaded."""
-    recipe, wanted = loaded.recipe, python or loaded.recipe.python
+    recipe, version = loaded.recipe, python or loaded.recipe.python
     try:
         choose = provide_python if use.get("write", True) else choose_python
-        chosen = choose(wanted, environment, offline=use["offline"])
+        chosen = choose(version, environment, offline=use["offline"])
     except HostError as error:
-        here = [one for one in recipe.targets[target.name].pythons if one != wanted and _has(one, environment)]
+        here = [other for other in recipe.targets[target.name].pythons if other != version and _has(other, environment)]
         if python is not None or not here:
             raise
         command = f"{own_command()} venv {command_word(loaded)} --python {here[-1]}"

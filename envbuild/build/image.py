@@ -98,10 +98,10 @@ def prepare_image(
     return PreparedImage(plan, trainer, compiler, target, layers.builder)
 
 
-def image_layers(one: PreparedImage, environment: Environment, *, offline: bool) -> list[LayerFolder]:
+def image_layers(prepared: PreparedImage, environment: Environment, *, offline: bool) -> list[LayerFolder]:
     """Return the source layers of an image, built now if needed. Raises the errors of `build_layers`."""
-    python = image_python(one.plan, environment, offline=offline)
-    return build_layers(one.requested, one.plan.folder, environment, offline=offline, python=python)
+    python = image_python(prepared.plan, environment, offline=offline)
+    return build_layers(prepared.requested, prepared.plan.folder, environment, offline=offline, python=python)
 
 
 def make_images(

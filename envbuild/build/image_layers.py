@@ -122,11 +122,13 @@ class Filled(Generic[M]):
 
 
 def assemble(
-    one: PreparedImage, layers: Sequence[LayerFolder], environment: Environment, *, offline: bool
+    prepared: PreparedImage, layers: Sequence[LayerFolder], environment: Environment, *, offline: bool
 ) -> AssembledImage:
-    """Assemble the image `one` in the store; `layers` are its source layers. Raises BuildError and LockError."""
-    filled = fill(one, layers, environment, TarCache(environment.store, log, environment.site.limits), offline=offline)
-    plan, blobs = one.plan, environment.store.blobs
+    """Assemble the image `prepared` in the store; `layers` are its source layers. Raises BuildError and LockError."""
+    filled = fill(
+        prepared, layers, environment, TarCache(environment.store, log, environment.site.limits), offline=offline
+    )
+    plan, blobs = prepared.plan, environment.store.blobs
     history = [
         {"created": created(plan), "created_by": f"envbuild: {layer.title}", "comment": "envbuild"}
         for layer in filled.layers
@@ -134,7 +136,7 @@ def assemble(
     config = canonical(
         {
             "created": created(plan),
-            "architecture": GOARCH[one.target.arch],
+            "architecture": GOARCH[prepared.target.arch],
             "os": "linux",
             "config": run_config(plan, filled.base, filled.state.project),
             "rootfs": {"type": "layers", "diff_ids": [made.layer.diff_id for made in filled.layers]},
@@ -160,22 +162,22 @@ def assemble(
 
 
 def fill(
-    one: PreparedImage,
+    prepared: PreparedImage,
     layers: Sequence[LayerFolder],
     environment: Environment,
-    maker: LayerCache[M],
+    cache: LayerCache[M],
     *,
     offline: bool,
     with_manifest: bool = True,
 ) -> Filled[M]:
-    """Return all layers of the image `one` in the form that `maker` makes. Raises BuildError or LockError.
+    """Return all layers of the image `prepared` in the form that `cache` makes. Raises BuildError or LockError.
 
     `with_manifest` is False for layers that are merged into a tree with its own manifest.
     """
-    plan, compiler = one.plan, one.compiler
+    plan, compiler = prepared.plan, prepared.compiler
     scheme = Scheme(PREFIX, plan.python, conda=bool(plan.conda))
-    base = base_image(plan, compiler, environment, maker, offline=offline)
-    wheels, own = known_wheels(plan, environment, offline), own_wheels(plan, one.trainer, environment, offline)
+    base = base_image(plan, compiler, environment, cache, offline=offline)
+    wheels, own = known_wheels(plan, environment, offline), own_wheels(plan, prepared.trainer, environment, offline)
     with ExitStack() as stack:
         conda: LinkedPackages | None = None
         if plan.conda:
@@ -191,20 +193,20 @@ def fill(
             parts = conda_parts(conda, scheme, compiler, plan.mtime, conda_layers) + parts
         check_paths(layers, wheels, packages, scheme, environment.store)
         parts += [layer_part(layer, scheme, compiler, plan.mtime) for layer in layers]
-        maker.expect(parts)
-        made = [*base.layers, *(maker.part(part) for part in parts)]
+        cache.expect(parts)
+        made = [*base.layers, *(cache.part(part) for part in parts)]
     folders = [plan.image.workdir] if plan.image else []
     parents: list[Entry] = []
     if plan.image and plan.image.base != "debian":  # which may have the folder, as another user's
-        below = [*map(maker.members, base.layers)]
+        below = [*map(cache.members, base.layers)]
         folders, parents = missing_folder(plan.image.workdir, below, environment.site.limits, plan.mtime)
-    frame, state = _environment_layer(one, base, own, made, layers, folders, parents)
-    frame = without_stale_bytecode(frame, made, len(base.layers), maker, environment.site.limits, plan.mtime)
+    frame, state = _environment_layer(prepared, base, own, made, layers, folders, parents)
+    frame = without_stale_bytecode(frame, made, len(base.layers), cache, environment.site.limits, plan.mtime)
     if not with_manifest:
-        return Filled((*made, maker.part(_with_place(frame, plan.mtime))), state, base, "")
-    last = maker.part(_with_manifest(frame, made, maker, plan.mtime, environment))
-    found = (member.sha256 for member in maker.members(last) if member.name == FILE_NAME)
-    return Filled((*made, last), state, base, f"sha256:{next(found)}")
+        return Filled((*made, cache.part(_with_place(frame, plan.mtime))), state, base, "")
+    last = cache.part(_with_manifest(frame, made, cache, plan.mtime, environment))
+    digests = (member.sha256 for member in cache.members(last) if member.name == FILE_NAME)
+    return Filled((*made, last), state, base, f"sha256:{next(digests)}")
 
 
 def _with_place(part: LayerRequest, mtime: int) -> LayerRequest:
@@ -218,7 +220,7 @@ def _with_place(part: LayerRequest, mtime: int) -> LayerRequest:
 
 
 def without_stale_bytecode(
-    part: LayerRequest, made: Sequence[M], base: int, maker: LayerCache[M], limits: LimitsTable | None, mtime: int
+    part: LayerRequest, made: Sequence[M], base: int, cache: LayerCache[M], limits: LimitsTable | None, mtime: int
 ) -> LayerRequest:
     """Return `part`, the last layer on top of `made`, with whiteouts of bytecode whose source a higher layer replaces.
 
@@ -226,7 +228,7 @@ def without_stale_bytecode(
     bytecode of a replaced module for a new module of the same size. New bytecode replaces the old, but tests, and
     images built with --no-bytecode or on a host without the image's Python, have none.
     """
-    below = (member.name for layer in made[:base] for member in maker.members(layer))
+    below = (member.name for layer in made[:base] for member in cache.members(layer))
     if not any(f"{PREFIX}/" in path and is_bytecode(path) for path in below):
         return part
 
@@ -234,7 +236,7 @@ def without_stale_bytecode(
         own: list[Member] = []
         yield from hashed(part.tree(), own)
         merged = MergedTree(Quota(limits))
-        for number, members in enumerate([*map(maker.members, made), own], 1):
+        for number, members in enumerate([*map(cache.members, made), own], 1):
             merged.add(f"layer {number}", members)
         nodes = dict(merged.walk())
         whiteouts: list[tuple[Entry, None]] = []
@@ -271,7 +273,7 @@ def check_paths(
     if note.exists():
         return
     owners = {path: package.name for package in conda for path in package.paths}
-    packages = [(f"conda package {one.name} {one.package.version}", list(one.paths)) for one in conda]
+    packages = [(f"conda package {package.name} {package.package.version}", list(package.paths)) for package in conda]
     for wheel in wheels:
         paths = [path.removeprefix(f"{scheme.prefix}/") for path in wheel_paths(wheel.path, scheme)]
         packages.append((f"{wheel.name} {wheel.version}", paths))
@@ -320,14 +322,14 @@ def rows_of_layers(layers: Sequence[Sequence[Member]], limits: LimitsTable | Non
 
 
 def _with_manifest(
-    part: LayerRequest, made: Sequence[M], maker: LayerCache[M], mtime: int, environment: Environment
+    part: LayerRequest, made: Sequence[M], cache: LayerCache[M], mtime: int, environment: Environment
 ) -> LayerRequest:
     """Return `part`, the last layer, with the manifest of all files: its own and those of the layers `made`."""
 
     def tree() -> Tree:
         own: list[Member] = []
         yield from hashed(part.tree(), own)
-        rows = rows_of_layers([*map(maker.members, made), own], environment.site.limits)
+        rows = rows_of_layers([*map(cache.members, made), own], environment.site.limits)
         text = render(OCI, rows)
         yield Entry(FILE_NAME, FILE, 0o644, len(text), mtime=mtime), BytesIO(text)
 
@@ -335,7 +337,7 @@ def _with_manifest(
 
 
 def _environment_layer(
-    one: PreparedImage,
+    prepared: PreparedImage,
     base: BaseImage[M],
     own: Sequence[WheelFile],
     made: list[M],
@@ -344,28 +346,28 @@ def _environment_layer(
     parents: Sequence[Entry],
 ) -> tuple[LayerRequest, State]:
     """Return the last layer, and the state of the whole environment, which that layer contains."""
-    plan = one.plan
-    found = [distribution for layer in made for distribution in layer.distributions]
-    wanted = {(conda.name, conda.version) for conda in plan.conda}
-    wanted |= {(package.name, package.version) for package in plan.packages}
-    wanted |= {distribution for layer in layers for distribution in layer.distributions}
+    plan = prepared.plan
+    distributions = [distribution for layer in made for distribution in layer.distributions]
+    expected = {(conda.name, conda.version) for conda in plan.conda}
+    expected |= {(package.name, package.version) for package in plan.packages}
+    expected |= {distribution for layer in layers for distribution in layer.distributions}
     # The folder of a distribution may spell its version in another way: 2020.01.01.
-    spelled = {(name, normalise_version(version)): version for name, version, _ in found}
-    wanted = {(name, spelled.get((name, normalise_version(version)), version)) for name, version in wanted}
-    if differing := wanted ^ {(name, version) for name, version, _ in found}:
+    spelled = {(name, normalise_version(version)): version for name, version, _ in distributions}
+    expected = {(name, spelled.get((name, normalise_version(version)), version)) for name, version in expected}
+    if differing := expected ^ {(name, version) for name, version, _ in distributions}:
         names = sorted(f"{name} {version}" for name, version in differing)
         raise BuildError(f"the packages differ from the lock: {', '.join(names)}")
     scheme = Scheme(PREFIX, plan.python, conda=bool(plan.conda))
-    found += [(file.name, file.version, record_digest(wheel_record(file.path, scheme))) for file in own]
+    distributions += [(file.name, file.version, record_digest(wheel_record(file.path, scheme))) for file in own]
     built = [layer.built for layer in layers]
-    state = state_of(plan, base.python_version, base.interpreter, found, built, own)
+    state = state_of(plan, base.python_version, base.interpreter, distributions, built, own)
     part = environment_part(
         own,
         scheme,
         base.interpreter,
         base.python_version,
         state.render(),
-        one.compiler,
+        prepared.compiler,
         plan.mtime,
         system_packages=base.system_packages,
         conda=bool(plan.conda),
@@ -395,8 +397,8 @@ def run_config(plan: Plan, base: BaseImage[M], project: Mapping[str, Any] = {}) 
     """Return the `config` object of an image's configuration (OCI image-spec 1.1, config.md); `project` as in State."""
     assert plan.image is not None and plan.base is not None
     run = dict(base.config)
-    found = dict(run.get("Labels") or {}) | labels(plan)
-    found |= {
+    labels_of_run = dict(run.get("Labels") or {}) | labels(plan)
+    labels_of_run |= {
         "org.opencontainers.image.title": plan.recipe,
         "org.opencontainers.image.base.name": base.name,
         "org.envbuild.recipe": plan.recipe,
@@ -404,14 +406,14 @@ def run_config(plan: Plan, base: BaseImage[M], project: Mapping[str, Any] = {}) 
         "org.envbuild.target": plan.target,
     }
     if plan.conda:
-        found["org.envbuild.environment"] = "conda"
+        labels_of_run["org.envbuild.environment"] = "conda"
     if project:
         revision = {"org.opencontainers.image.revision": project["commit"]} if project["commit"] else {}
-        found |= {"org.envbuild.project": f"{project['name']} {project['version']}", **revision}
+        labels_of_run |= {"org.envbuild.project": f"{project['name']} {project['version']}", **revision}
     if base.digest:
-        found["org.opencontainers.image.base.digest"] = base.digest
+        labels_of_run["org.opencontainers.image.base.digest"] = base.digest
     run["Env"] = [f"{name}={value}" for name, value in _variables(plan, base).items()]
-    run |= {"WorkingDir": plan.image.workdir, "Labels": found}
+    run |= {"WorkingDir": plan.image.workdir, "Labels": labels_of_run}
     if not run.get("Cmd") and not run.get("Entrypoint"):
         run["Cmd"] = ["/bin/bash"]
     return run

@@ -87,11 +87,11 @@ def count_files(file: Path, name: str, quota: Quota) -> None:
                 quota.content(name, member.file_size)
 
 
-def check_portable(loaded: LoadedRecipe, what: str) -> None:
-    """Raise UsageError if a build of `loaded` reads own code, or a script outside its folder; `what` names the use."""
+def check_portable(loaded: LoadedRecipe, kind: str) -> None:
+    """Raise UsageError if a build of `loaded` reads own code, or a script outside its folder; `kind` names the use."""
     if loaded.code is not None:
         raise UsageError(
-            f"{loaded.code.where}: {what} has no [project]",
+            f"{loaded.code.where}: {kind} has no [project]",
             "publish the project on an index that every host reaches, and name it in `requirements`",
         )
     if loaded.script is not None and not loaded.script[0].resolve().is_relative_to(loaded.folder.resolve()):

@@ -63,7 +63,7 @@ class FolderModule(FolderPrograms, Protocol):
 
     # Whether the environment at `path` matches its `state`, by a quick check; `python` as in `FolderBuild`.
     def is_current(self, path: Path, state: State, python: str | None = None) -> bool: ...
-    def build(self, wanted: FolderBuild) -> State: ...
+    def build(self, folder_build: FolderBuild) -> State: ...
 
 
 def interpreter(path: Path) -> Path:
@@ -118,8 +118,8 @@ def install_wheels(build: FolderBuild, wheels: Sequence[WheelFile], own: Sequenc
     (staged / ".lock").unlink(missing_ok=True)  # uv's; it is there or not, as uv could write it
 
 
-def _apply_umask(staged: Path, packages: Path, wanted: int) -> None:
-    """Set the permissions of files that uv installed to `wanted`, those of a new file, and keep the right to execute.
+def _apply_umask(staged: Path, packages: Path, umask: int) -> None:
+    """Set the permissions of files that uv installed to `umask`, those of a new file, and keep the right to execute.
 
     The files are linked from uv's cache, whose permissions follow the umask of the run that filled it. Raises OSError.
     """
@@ -127,7 +127,7 @@ def _apply_umask(staged: Path, packages: Path, wanted: int) -> None:
     wrong = [
         (name, info.st_mode)
         for name, info in walk_stats(staged)
-        if stat.S_ISREG(info.st_mode) and (wanted & ~info.st_mode & 0o444 or info.st_mode & ~wanted & 0o222)
+        if stat.S_ISREG(info.st_mode) and (umask & ~info.st_mode & 0o444 or info.st_mode & ~umask & 0o222)
     ]
     if not wrong:
         return
@@ -139,7 +139,7 @@ def _apply_umask(staged: Path, packages: Path, wanted: int) -> None:
     for name, mode in wrong:
         path = staged / name
         if os.fspath(path) in owned:  # a RECORD may name files outside
-            with atomic.replacing(path, wanted & 0o666 | mode & 0o111) as copy:
+            with atomic.replacing(path, umask & 0o666 | mode & 0o111) as copy:
                 shutil.copyfile(path, copy)
 
 
@@ -189,7 +189,7 @@ def finish(
     return state
 
 
-def _check_moved(wanted: FolderBuild, manifest: Manifest, known: Collection[str]) -> None:
+def _check_moved(folder_build: FolderBuild, manifest: Manifest, known: Collection[str]) -> None:
     """Raise BuildError for a file that contains the path of the build folder, which is renamed later.
 
     Files at `known` paths are those of a lock. Bytecode may contain it: Python corrects the path on loading.
@@ -197,11 +197,12 @@ def _check_moved(wanted: FolderBuild, manifest: Manifest, known: Collection[str]
     wrong = [
         path
         for path in manifest.rows
-        if path not in known and not is_bytecode(path) and atomic.names_staging(wanted.staged / path)
+        if path not in known and not is_bytecode(path) and atomic.names_staging(folder_build.staged / path)
     ]
     if wrong:
         raise BuildError(
-            f"{wanted.final}: {shown(wrong)}: names {wanted.staged}, a folder that exists during the build only",
+            f"{folder_build.final}: {shown(wrong)}: names {folder_build.staged}, "
+            "a folder that exists during the build only",
             "if a layer has the file, its build writes the path of its Python: give it an option or a patch that keeps "
             "that out; else it is a fault of the installer: report it",
         )
@@ -213,7 +214,7 @@ def locked_files(wheels: Sequence[WheelFile], python: str, staged: Path, *, cond
     When several wheels have a path, installers keep any of them. Raises BuildError when no RECORD in `staged` lists a
     file: uv 0.13 ignores errors of writing it.
     """
-    scheme, found, listed = Scheme("prefix", python, conda), dict[str, set[str]](), set[str]()
+    scheme, digests, listed = Scheme("prefix", python, conda), dict[str, set[str]](), set[str]()
     packages = site_packages(Path(), python)
     # A program is a file of uv's cache, too, unless an installer writes it: a change there would come into every build.
     programs = [wheel_programs(wheel.path, scheme) for wheel in wheels]
@@ -222,16 +223,16 @@ def locked_files(wheels: Sequence[WheelFile], python: str, staged: Path, *, cond
         for path, digest, _ in _rows(wheel_record(wheel.path, scheme)):
             place = os.path.normpath(packages / path)
             if digest and path not in written and not INSTALLER_NOTES.fullmatch(path):
-                found.setdefault(place, set()).add(base64.urlsafe_b64decode(digest.partition("=")[2] + "=").hex())
+                digests.setdefault(place, set()).add(base64.urlsafe_b64decode(digest.partition("=")[2] + "=").hex())
     with atomic.writing(staged):
         for file in (staged / packages).glob("*.dist-info/RECORD"):
             listed |= {os.path.normpath(packages / row[0]) for row in _rows(file.read_bytes()) if row}
-    if missing := sorted(found.keys() - listed):
+    if missing := sorted(digests.keys() - listed):
         raise BuildError(f"{staged}: uv wrote no complete RECORD: {shown(missing)} not listed", "run it again")
     if (staged / "lib64").is_symlink():  # to lib, in a venv
-        for place in [place for place in found if place.startswith("lib64/")]:
-            found.setdefault(place.replace("lib64", "lib", 1), set()).update(found.pop(place))
-    return found
+        for place in [place for place in digests if place.startswith("lib64/")]:
+            digests.setdefault(place.replace("lib64", "lib", 1), set()).update(digests.pop(place))
+    return digests
 
 
 def _rows(record: bytes) -> Iterator[list[str]]:
@@ -239,16 +240,20 @@ def _rows(record: bytes) -> Iterator[list[str]]:
 
 
 def _check_installed(
-    build: FolderBuild, own: Sequence[WheelFile], layers: Sequence[LayerFolder], found: Mapping[str, str]
+    build: FolderBuild, own: Sequence[WheelFile], layers: Sequence[LayerFolder], installed: Mapping[str, str]
 ) -> None:
     locked = {package.name: package.version for package in build.plan.packages}
     locked |= {wheel.name: wheel.version for wheel in own}
     locked |= {name: version for layer in layers for name, version in layer.distributions}
     # The folder of a distribution may spell its version in another way: 2020.01.01.
-    same = {name for name in locked.keys() & found if normalise_version(locked[name]) == normalise_version(found[name])}
+    same = {
+        name
+        for name in locked.keys() & installed
+        if normalise_version(locked[name]) == normalise_version(installed[name])
+    }
     wrong = sorted(
-        f"{name}: locked {locked.get(name, 'nothing')}, installed {found.get(name, 'nothing')}"
-        for name in (locked.keys() | found.keys()) - same
+        f"{name}: locked {locked.get(name, 'nothing')}, installed {installed.get(name, 'nothing')}"
+        for name in (locked.keys() | installed.keys()) - same
     )
     if wrong:
         raise BuildError("the installed packages differ from the lock:\n  " + "\n  ".join(wrong))
@@ -280,8 +285,8 @@ class LayerFolder:
     @property
     def distributions(self) -> set[tuple[str, str]]:
         """(normalized name, version) of the Python distributions in it, if it was built as a wheel."""
-        found = (_RECORD.fullmatch(file.path) for file in self.listed.files)
-        return {(normalise(match[1]), match[2]) for match in found if match}
+        matches = (_RECORD.fullmatch(file.path) for file in self.listed.files)
+        return {(normalise(match[1]), match[2]) for match in matches if match}
 
 
 def layer_folder(source: SourceLayer, folder: Path, digest: Callable[[Path], str] = sha256_of) -> LayerFolder:
@@ -290,7 +295,7 @@ def layer_folder(source: SourceLayer, folder: Path, digest: Callable[[Path], str
     Raises BuildError for a layer that cannot be installed.
     """
     manifest = read_manifest(folder, digest)
-    known = {path: what for path, what, _ in manifest.files} if manifest else {}
+    known = {path: kind for path, kind, _ in manifest.files} if manifest else {}
     try:
         files = list_files(folder, known)
     except (OSError, ValueError) as error:
@@ -336,11 +341,11 @@ def check_free(layers: Sequence[LayerFolder], owners: Iterable[tuple[str, Iterab
 
 def _copy(source: Path, place: Path) -> None:
     # Not hard-linked: a write in the environment must not change the store.
-    with source.open("rb") as one, place.open("xb") as other:
+    with source.open("rb") as reading, place.open("xb") as other:
         try:
-            fcntl.ioctl(other.fileno(), _FICLONE, one.fileno())
+            fcntl.ioctl(other.fileno(), _FICLONE, reading.fileno())
         except OSError:
-            shutil.copyfileobj(one, other, 4 << 20)
+            shutil.copyfileobj(reading, other, 4 << 20)
 
 
 def _clash(layer: LayerFolder, path: str, other: str) -> BuildError:

@@ -273,15 +273,15 @@ def recipe_definition(recipe: str, target: str, plan_digest: str) -> str:
 
 def all_labels(config: Mapping[str, Any], definition: str) -> dict[str, str]:
     """Return the labels of an image as `apptainer inspect` prints them, sorted: its own, and Apptainer's."""
-    found = {**run_of(config).labels, "org.label-schema.schema-version": "1.0"}
+    labels = {**run_of(config).labels, "org.label-schema.schema-version": "1.0"}
     architecture = config.get("architecture")
     if isinstance(architecture, str) and architecture:
-        found["org.label-schema.build-arch"] = architecture
+        labels["org.label-schema.build-arch"] = architecture
     for line in definition.splitlines():
         name, colon, value = line.partition(": ")
         if colon and name in ("Bootstrap", "From"):
-            found[f"org.label-schema.usage.singularity.deffile.{name.lower()}"] = value
-    return dict(sorted(found.items()))
+            labels[f"org.label-schema.usage.singularity.deffile.{name.lower()}"] = value
+    return dict(sorted(labels.items()))
 
 
 def inspect_metadata(config: Mapping[str, Any], definition: str) -> bytes:

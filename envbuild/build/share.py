@@ -78,9 +78,11 @@ def push_file(path: Path, kind: str, target: str, digest: str, registry: Registr
         places = {names[name]: store.root / "segments" / f"{name}.data" for name in names}
         literal = file_digest(rest)
         places[literal] = rest
-        whole = tuple((literal if one is None else one, start, count) for one, start, count in pieces)
+        whole = tuple((literal if source is None else source, start, count) for source, start, count in pieces)
         file = FilePieces(kind, path.name, target, digest, size, whole)
-        blobs = [Descriptor(PIECE, one, places[one].stat().st_size) for one in dict.fromkeys(p[0] for p in whole)]
+        blobs = [
+            Descriptor(PIECE, digest, places[digest].stat().st_size) for digest in dict.fromkeys(p[0] for p in whole)
+        ]
         return push_blobs(path, file.as_json(), blobs, places, registry, store)
 
 
@@ -98,11 +100,13 @@ def push_blobs(
     """
     blobs, places = list(blobs), dict(places)
     with store.working("opened") as folder:
-        besides = {RECEIPT: receipt_path(path)} | {one: bundle_path(path, name) for one, name in ATTESTATIONS.items()}
+        besides = {RECEIPT: receipt_path(path)} | {
+            attestation: bundle_path(path, name) for attestation, name in ATTESTATIONS.items()
+        }
         for media, beside in besides.items():
             if beside.is_file():
-                places[one := file_digest(beside)] = beside
-                blobs.append(Descriptor(media, one, beside.stat().st_size))
+                places[digest := file_digest(beside)] = beside
+                blobs.append(Descriptor(media, digest, beside.stat().st_size))
         text = json.dumps(about, sort_keys=True).encode()
         (folder / "config").write_bytes(text)
         config = Descriptor(CONFIG, digest_of(text), len(text))
@@ -152,12 +156,12 @@ def pull_file(
         staged = stack.enter_context(atomic.staged(final)) / final.name
         receipt = attested_receipt(blobs, staged, file.digest, final, registry.reference, environment)
         check_disk_space(staged.parent, file.size)
-        places, wanted = _here(pieces, store)
-        fetched = sum(blob.size for blob in wanted)
-        if wanted:
-            with transfer(f"pulling {where}: {len(wanted)} of {len(pieces)} pieces", fetched) as on_progress:
-                paths = registry.fetch_blobs(wanted, store.blobs, on_progress)
-            places |= {blob.digest: path for blob, path in zip(wanted, paths, strict=True)}
+        places, missing = _here(pieces, store)
+        fetched = sum(blob.size for blob in missing)
+        if missing:
+            with transfer(f"pulling {where}: {len(missing)} of {len(pieces)} pieces", fetched) as on_progress:
+                paths = registry.fetch_blobs(missing, store.blobs, on_progress)
+            places |= {blob.digest: path for blob, path in zip(missing, paths, strict=True)}
         with (
             atomic.writing(final.parent),
             staged.open("x+b") as stream,
@@ -229,7 +233,7 @@ def attested_receipt(
     return receipt
 
 
-def _receipt(blobs: Sequence[Descriptor], staged: Path, digest: str, what: str, store: Store) -> dict[str, Any] | None:
+def _receipt(blobs: Sequence[Descriptor], staged: Path, digest: str, where: str, store: Store) -> dict[str, Any] | None:
     """Write the receipt and the attestations among `blobs` beside `staged`; return the receipt, None without one."""
     receipt = None
     _beside(blobs, staged, store)
@@ -239,9 +243,9 @@ def _receipt(blobs: Sequence[Descriptor], staged: Path, digest: str, what: str, 
             try:
                 receipt = read_receipt(receipt_path(staged))
             except (OSError, ValueError) as error:
-                raise BuildError(f"{what}: invalid receipt: {error}") from error
+                raise BuildError(f"{where}: invalid receipt: {error}") from error
             if receipt["artifact"]["digest"] != digest:
-                raise VerificationError(f"{what}: its receipt belongs to another artifact", "push it again")
+                raise VerificationError(f"{where}: its receipt belongs to another artifact", "push it again")
     return receipt
 
 

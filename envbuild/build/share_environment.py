@@ -135,20 +135,20 @@ def pull_environment(
         plan, trainer = _planned(about, own, kind, folder / "recipe" / about.name, environment, where)
         if environment.site.trust.restricts and receipt is not None:
             _check_attested(receipt, plan, where)
-        inputs = {(one.folder, one.sha256): one for one in build_inputs(plan)}
-        wanted = []
+        inputs = {(item.folder, item.sha256): item for item in build_inputs(plan)}
+        missing_inputs = []
         for place in about.files.keys() - own.keys():
             home, sha256, _ = place.rsplit("/", 2)
             if (home, sha256) not in inputs:
                 raise BuildError(f"{where}: its plan has no file {place!r:.120}", "push it again")
             if store.find(home, sha256, inputs[home, sha256].fits) is None:
-                wanted.append(inputs[home, sha256])
-        fetched += fetch([f"sha256:{one.sha256}" for one in wanted])
+                missing_inputs.append(inputs[home, sha256])
+        fetched += fetch([f"sha256:{item.sha256}" for item in missing_inputs])
         quota, names = Quota(environment.site.limits), list[str]()
-        for build_input in wanted:
+        for build_input in missing_inputs:
             names.append(build_input.named(blob := store.blobs.path(f"sha256:{build_input.sha256}")))
             count_files(blob, names[-1], quota)
-        for build_input, name in zip(wanted, names, strict=True):
+        for build_input, name in zip(missing_inputs, names, strict=True):
             link_or_copy(store.blobs.path(f"sha256:{build_input.sha256}"), folder / "new")
             store.adopt(folder / "new", build_input.sha256, name, build_input.folder)
         made = make_environment(kind, plan, trainer, environment, out, offline=True, verify=verify, digest=about.digest)
@@ -208,9 +208,9 @@ def _check_attested(receipt: Mapping[str, Any], plan: Plan, where: str) -> None:
     # The lock also has the hashes of the wheels that builds from source run.
     digests = {"recipe": plan.recipe_digest, "plan": plan.digest, "lock": plan.lock_digest}
     for part, digest in digests.items():
-        if (told := receipt.get(part, {}).get("digest")) != digest:
+        if (attested := receipt.get(part, {}).get("digest")) != digest:
             raise VerificationError(
-                f"{where} is not trusted: its {part} is {digest[:19]}, but its receipt says {told!s:.19}",
+                f"{where} is not trusted: its {part} is {digest[:19]}, but its receipt says {attested!s:.19}",
                 "ask a signer of the site to attest the environment, and push it again",
             )
 
@@ -219,8 +219,8 @@ def _read(data: bytes, blobs: Sequence[Descriptor], where: str) -> EnvironmentIn
     """Return the inputs in a configuration, whose files are among `blobs`. Raises BuildError if it is damaged."""
     sizes = {blob.digest: blob.size for blob in blobs}
     try:
-        found = parse_json(data)
-        about = EnvironmentInputs(**{name: found[name] for name in EnvironmentInputs.__slots__})
+        fields = parse_json(data)
+        about = EnvironmentInputs(**{name: fields[name] for name in EnvironmentInputs.__slots__})
         texts = (about.kind, about.name, about.target, about.digest, about.plan)
         if not all(isinstance(text, str) for text in texts) or not is_file_name(about.name):
             raise ValueError("a name or a digest")

@@ -120,47 +120,47 @@ def _locked(options: ImageFileOptions) -> Iterator[None]:
 
 
 def make_from_recipe(
-    one: PreparedImage, options: ImageFileOptions, environment: Environment, *, offline: bool
+    prepared: PreparedImage, options: ImageFileOptions, environment: Environment, *, offline: bool
 ) -> list[Result]:
     """Build and verify the image files of a recipe. Raises BuildError, LockError and VerificationError."""
     from envbuild.build.image import image_layers
     from envbuild.build.image_layers import assemble
 
-    plan, arch = one.plan, one.target.arch
+    plan, arch = prepared.plan, prepared.target.arch
     log(f"{plan.recipe} for {plan.target}: {len(plan.conda) + len(plan.packages)} packages")
     with _locked(options):
         build = _Build(options, environment, arch, time.monotonic(), plan=plan)
-        layers = image_layers(one, environment, offline=offline)
+        layers = image_layers(prepared, environment, offline=offline)
         if options.engine != "native":
-            image = assemble(one, layers, environment, offline=offline)
+            image = assemble(prepared, layers, environment, offline=offline)
             return _by_engine(replace(build, state=image.state), image.blobs, image.descriptor)
-        return _with_retry(build, lambda maker: _from_layers(one, layers, build, maker, offline=offline))
+        return _with_retry(build, lambda cache: _from_layers(prepared, layers, build, cache, offline=offline))
 
 
 def _from_layers(
-    one: PreparedImage, layers: Sequence[LayerFolder], build: _Build, maker: SegmentCache, *, offline: bool
+    prepared: PreparedImage, layers: Sequence[LayerFolder], build: _Build, cache: SegmentCache, *, offline: bool
 ) -> list[Result]:
     from envbuild.build.image_layers import fill, run_config
 
-    plan = one.plan
+    plan = prepared.plan
     # The manifest of a squashfs differs from that of the layers: composed() makes it.
-    filled = fill(one, layers, build.environment, maker, offline=offline, with_manifest=False)
+    filled = fill(prepared, layers, build.environment, cache, offline=offline, with_manifest=False)
     run = run_config(plan, filled.base, filled.state.project)
     config = {"architecture": GOARCH[build.arch], "os": "linux", "config": run}
     origin = f"envbuild:{plan.recipe}:{plan.target}@{plan.digest}"
     text = recipe_definition(plan.recipe, plan.target, plan.digest)
     whole = replace(build, state=filled.state)
-    return _natively(whole, filled.layers, maker, config, origin=origin, text=text, mtime=plan.mtime)
+    return _natively(whole, filled.layers, cache, config, origin=origin, text=text, mtime=plan.mtime)
 
 
 def _with_retry(build: _Build, make: Callable[[SegmentCache], list[Result]]) -> list[Result]:
     """Call `make` with layers that may still be downloading; after a failed download, again with complete layers."""
-    maker = segment_cache(build.environment, build.options.codec, {})
+    cache = segment_cache(build.environment, build.options.codec, {})
     try:
-        return make(maker)
+        return make(cache)
     except MissingData as error:
         log(f"{error}; writing the image again")
-        return make(replace(maker, arriving=None))
+        return make(replace(cache, arriving=None))
 
 
 def make_from_image(
@@ -174,16 +174,16 @@ def make_from_image(
             pulled = _pulled(source, target.arch, environment)
             return _by_engine(build, pulled.blobs, pulled.manifest.descriptor)
         image = _image_at(source, target.arch, environment)
-        return _with_retry(build, lambda maker: _converted(build, source, image, maker))
+        return _with_retry(build, lambda cache: _converted(build, source, image, cache))
 
 
-def _converted(build: _Build, source: ImageSource, image: ImageAt, maker: SegmentCache) -> list[Result]:
+def _converted(build: _Build, source: ImageSource, image: ImageAt, cache: SegmentCache) -> list[Result]:
     count, diff_ids = len(image.layers), image.config["rootfs"]["diff_ids"]
     titles = [f"{source.name}, layer {number} of {count}" for number in range(1, count + 1)]
-    layers = maker.tars(list(zip(diff_ids, titles, image.layers, strict=True)))
+    layers = cache.tars(list(zip(diff_ids, titles, image.layers, strict=True)))
     origin = source.provenance(image.image_id)
     mtime = build.environment.source_date
-    return _natively(build, layers, maker, image.config, origin=origin, text=definition(origin), mtime=mtime)
+    return _natively(build, layers, cache, image.config, origin=origin, text=definition(origin), mtime=mtime)
 
 
 def _image_at(source: ImageSource, arch: str, environment: Environment) -> ImageAt:
@@ -207,7 +207,7 @@ def _pulled(source: ImageSource, arch: str, environment: Environment) -> Pulled:
 def _natively(
     build: _Build,
     layers: Sequence[CachedSegment],
-    maker: SegmentCache,
+    cache: SegmentCache,
     config: Mapping[str, Any],
     *,
     origin: str,
@@ -218,7 +218,7 @@ def _natively(
     staged: list[tuple[Path, str]] = []
     spans: list[list[Span]] = []
     squashfs: Path | None = None
-    tree = composed(layers, maker, config, provenance=origin, definition=text, arch=build.arch, mtime=mtime)
+    tree = composed(layers, cache, config, provenance=origin, definition=text, arch=build.arch, mtime=mtime)
     with tree as root, ExitStack() as stack:
         for file in build.options.files:
             path = _beside(file, stack)

@@ -72,7 +72,7 @@ class SquashTree:
 @contextlib.contextmanager
 def composed(
     layers: Sequence[CachedSegment],
-    maker: SegmentCache,
+    cache: SegmentCache,
     config: Mapping[str, Any],
     *,
     provenance: str,
@@ -80,8 +80,8 @@ def composed(
     arch: str,
     mtime: int,
 ) -> Iterator[SquashTree]:
-    """Yield the tree of `layers` of `maker`, lowest first, with the files that runtimes need. Raises BuildError."""
-    merging = MergedTree(Quota(maker.limits))
+    """Yield the tree of `layers` of `cache`, lowest first, with the files that runtimes need. Raises BuildError."""
+    merging = MergedTree(Quota(cache.limits))
     for layer in layers:
         merging.add(layer.title, layer.segment.members)
     added = enroot_files(config, provenance, mtime) + apptainer_files(config, definition, mtime)
@@ -94,7 +94,7 @@ def composed(
 
         def add(title: str, items: Sequence[Addition]) -> None:
             readable = ((of_entry(e), None if data is None else io.BytesIO(data)) for e, data in items)
-            segment = write_segment(readable, _temporary(maker, stack), maker.codec, 1)
+            segment = write_segment(readable, _temporary(cache, stack), cache.codec, 1)
             merging.add(title, segment.members)
             segments.append(segment)
 
@@ -112,11 +112,11 @@ def composed(
             ]
         choice = choose(entries, segments)
         size = estimate(entries, choice)
-        yield SquashTree(entries, segments, choice, maker, config, definition, arch, mtime, size, digest)
+        yield SquashTree(entries, segments, choice, cache, config, definition, arch, mtime, size, digest)
 
 
-def _temporary(maker: SegmentCache, stack: ExitStack) -> Path:
-    return stack.enter_context(new_file(maker.store.folder("segments"), ".new-"))[1]
+def _temporary(cache: SegmentCache, stack: ExitStack) -> Path:
+    return stack.enter_context(new_file(cache.store.folder("segments"), ".new-"))[1]
 
 
 def _rows_of(entries: Iterable[tuple[Entry, str]]) -> dict[str, PathRow]:
@@ -130,8 +130,8 @@ def _rows_of(entries: Iterable[tuple[Entry, str]]) -> dict[str, PathRow]:
     return rows
 
 
-def _sha256(one: MergedEntry, segments: Sequence[Segment]) -> str:
-    return segments[one.layer].members[one.member].sha256 if one.entry.kind == FILE else ""
+def _sha256(merged: MergedEntry, segments: Sequence[Segment]) -> str:
+    return segments[merged.layer].members[merged.member].sha256 if merged.entry.kind == FILE else ""
 
 
 def _normalised(entries: Mapping[str, MergedEntry]) -> Iterator[MergedEntry]:
@@ -163,13 +163,13 @@ def write_sqsh(
 
 def spans_of(root: SquashTree, base: int) -> list[Span]:
     """Return the parts of a file, with its squashfs at `base`, that were copied from segments in the store."""
-    at, found = base + data_start(root.maker.codec), []
+    at, spans = base + data_start(root.maker.codec), []
     for layer, start, size in root.choice.spans:
         path = root.segments[layer].path
         if path.suffix == ".data":  # those of the image's own files are temporary
-            found.append((at, path.stem, start, size))
+            spans.append((at, path.stem, start, size))
         at += size
-    return found
+    return spans
 
 
 def write_sif(
@@ -210,7 +210,7 @@ def _write(root: SquashTree, out: BinaryIO, base: int, on_progress: OnProgress, 
 
     `finish` is called with the end of `out` when everything except the copied data is written.
     """
-    maker, sha256, at, chunk = root.maker, hashlib.sha256(), 0, memoryview(bytearray(_CHUNK))
+    cache, sha256, at, chunk = root.maker, hashlib.sha256(), 0, memoryview(bytearray(_CHUNK))
     with contextlib.closing(Behind(_BEHIND)) as hashing:
 
         def hash_until(end: int) -> None:
@@ -228,16 +228,16 @@ def _write(root: SquashTree, out: BinaryIO, base: int, on_progress: OnProgress, 
             root.segments,
             out,
             base,
-            maker.codec,
+            cache.codec,
             root.mtime,
-            maker.workers,
+            cache.workers,
             on_progress,
             root.choice,
-            arrived=maker.arrived,
+            arrived=cache.arrived,
             framed=framed,
         )
         for segment in root.segments:
-            maker.wait(segment)
+            cache.wait(segment)
         hashing.submit(hash_until, base + size)
         hashing.finish()
     return f"sha256:{sha256.hexdigest()}"

@@ -82,7 +82,9 @@ def launch_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:
     return result
 
 
-def _failure(creating: subprocess.Popen[bytes], wanted: FolderBuild, said: str) -> BuildError:
-    """Return the error for a failed `uv venv`, with its output `said`."""
+def _failure(creating: subprocess.Popen[bytes], folder_build: FolderBuild, output: str) -> BuildError:
+    """Return the error for a failed `uv venv`, with its output `output`."""
     status = creating.returncode
-    return BuildError(f"{wanted.final}: uv venv failed ({process.ending(status)}):\n  {said}", uv_hint(said, status))
+    return BuildError(
+        f"{folder_build.final}: uv venv failed ({process.ending(status)}):\n  {output}", uv_hint(output, status)
+    )

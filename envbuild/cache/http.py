@@ -64,8 +64,8 @@ class NotFound(RequestFailed):
 class Mismatch(RequestFailed):
     """Content with an unexpected digest, `sha256`. The server answered, so it is not down."""
 
-    def __init__(self, sha256: str, what: str = "content") -> None:
-        super().__init__(f"it sent {what} with digest sha256:{sha256}", status=200)
+    def __init__(self, sha256: str, kind: str = "content") -> None:
+        super().__init__(f"it sent {kind} with digest sha256:{sha256}", status=200)
         self.sha256 = sha256
 
 
@@ -427,8 +427,8 @@ def read_all(response: requests.Response, limit: int, stop: threading.Event) -> 
 
 def failure(response: requests.Response, advice: str = "") -> RequestFailed:
     """Return the error for a response with an error status, with `advice` for errors of authorization (401, 403)."""
-    code, said = response.status_code, _said(response)
-    text = f"HTTP {code} {response.reason or ''}".strip() + (f": {said}" if said else "")
+    code, message = response.status_code, _said(response)
+    text = f"HTTP {code} {response.reason or ''}".strip() + (f": {message}" if message else "")
     if code in (401, 403):
         text += advice
     error = (NotFound if code in (404, 410) else RequestFailed)(text, status=code, transient=code in TRANSIENT)
@@ -453,7 +453,7 @@ def split(url: str) -> SplitResult:
     same = (
         not parts.netloc or (parts.hostname or "").replace("%25", "%") == host.strip("[]").lower() or not url.isascii()
     )
-    if not same or "\\" in url or any(ord(one) < 32 for one in url):
+    if not same or "\\" in url or any(ord(character) < 32 for character in url):
         raise RequestFailed("it names an address in which readers see different hosts")
     return parts
 
@@ -469,7 +469,9 @@ def reason_of(error: BaseException) -> str:
     cause = error
     # urllib3's ProxyError has its cause as `original_error`.
     names = ("reason", "original_error", "__context__")
-    while inner := next((one for name in names if isinstance(one := getattr(cause, name, None), BaseException)), None):
+    while inner := next(
+        (inner_error for name in names if isinstance(inner_error := getattr(cause, name, None), BaseException)), None
+    ):
         cause = inner
     return redact(str(cause).partition("\n")[0] or type(cause).__name__)
 

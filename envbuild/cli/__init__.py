@@ -85,12 +85,12 @@ def _leave(codes: list[int]) -> None:
         os._exit(codes[0])  # else Python says what was lost, and exits with another code
 
 
-def _unraisable(found: Any) -> None:
+def _unraisable(unraisable: Any) -> None:
     """Resend a Ctrl-C that arrived where Python drops exceptions (finalizers, the import system's callbacks)."""
-    if issubclass(found.exc_type, KeyboardInterrupt):
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
         # With a delay: now, the signal would be handled inside this hook and be dropped again. Not by a thread: its
         # start waits, on a busy machine until the signal is there.
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.02)
     else:
-        sys.__unraisablehook__(found)
+        sys.__unraisablehook__(unraisable)

@@ -37,7 +37,7 @@ GROUPS = {
     },
     "Build": {
         "build": ("image_file", "Build several artifacts of one recipe in one go."),
-        **{name: told for name, told in _KINDS.items() if name != "venv"},
+        **{name: description for name, description in _KINDS.items() if name != "venv"},
         "layers": ("plan", "Build the source-built layers of a recipe alone."),
         "bundle": ("plan", "Collect all that a build reads, for nodes without a network."),
     },
@@ -71,7 +71,7 @@ GROUPS = {
         "completion": ("complete", "Print the script that completes commands and names in your shell."),
     },
 }
-COMMANDS = {name: told for group in GROUPS.values() for name, told in group.items()}
+COMMANDS = {name: description for group in GROUPS.values() for name, description in group.items()}
 # Former names of commands: they work, and neither help nor completion shows them.
 RENAMED = {"exec": "run", "explain": "check"}
 # Commands of other tools, and the command of envbuild that does the same.
@@ -135,8 +135,8 @@ class _Commands(click.Group):
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         # click's own imports every module for its help.
-        found = {name: text for name, (_, text) in COMMANDS.items() if name.startswith(incomplete)}
-        names = [CompletionItem(name, help=text) for name, text in found.items()]
+        matching = {name: text for name, (_, text) in COMMANDS.items() if name.startswith(incomplete)}
+        names = [CompletionItem(name, help=text) for name, text in matching.items()]
         return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def resolve_command(

@@ -347,5 +347,5 @@ def hand_over(
 
 def show_job(as_json: bool, value: Mapping[str, Any], text: str, path: Path | None, number: str | None) -> None:
     """Print a job: as one JSON object, or its number, else the path of its script, else the script."""
-    told = next((one for one in (number, path) if one is not None), text.removesuffix("\n"))
-    show(as_json, {"job": number, **value}, told)
+    result = next((candidate for candidate in (number, path) if candidate is not None), text.removesuffix("\n"))
+    show(as_json, {"job": number, **value}, result)

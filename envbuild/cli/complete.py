@@ -82,8 +82,8 @@ def artifacts(context: click.Context, parameter: click.Parameter, text: str) -> 
 def recipes_artifacts_or_receipts(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
     """Return recipes, artifacts, and receipts here; if none fits, files for a path."""
     names = [] if _is_path(text) else recipes(context, parameter, text)
-    found = _artifacts(text, ("folder", "file"), _here((".receipt.json",)), (".json",))
-    return [*names, *(item for item in found if item.type == "plain" or not names)]
+    items = _artifacts(text, ("folder", "file"), _here((".receipt.json",)), (".json",))
+    return [*names, *(item for item in items if item.type == "plain" or not names)]
 
 
 def recipes_or_artifacts(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
@@ -94,8 +94,8 @@ def recipes_or_artifacts(context: click.Context, parameter: click.Parameter, tex
 
 def runnable(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
     """Return recipes, artifacts and the Python scripts here."""
-    found = [*recipes_or_artifacts(context, parameter, text), *_items(_here((".py",)), text)]
-    return [item for item in found if item.type == "plain"] or _files(*_IMAGES, ".py")
+    items = [*recipes_or_artifacts(context, parameter, text), *_items(_here((".py",)), text)]
+    return [item for item in items if item.type == "plain"] or _files(*_IMAGES, ".py")
 
 
 def python_files(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
@@ -118,8 +118,8 @@ def answer() -> int:
 
     try:
         words, inserted = _command_line(os.environ[VARIABLE], sys.argv[1:])
-        found = ShellComplete(cli, {}, "envbuild", VARIABLE).get_completions(words[:-1], words[-1])
-        lines = list(_lines(found, words[-1], inserted))
+        items = ShellComplete(cli, {}, "envbuild", VARIABLE).get_completions(words[:-1], words[-1])
+        lines = list(_lines(items, words[-1], inserted))
     except Exception:  # noqa: BLE001 - a message would stand in the user's prompt
         return 0
     sys.stdout.writelines(lines)
@@ -166,13 +166,13 @@ def _is_path(text: str) -> bool:
 
 
 def _artifacts(text: str, forms: Sequence[str], more: Iterable[str] = (), suffixes: Sequence[str] = ()) -> list[Item]:
-    found = [*_built(*kinds_of(*forms)), *_here(_IMAGES), *more]
-    return _items(found, text) or _files(*_IMAGES, *suffixes)
+    own = [*_built(*kinds_of(*forms)), *_here(_IMAGES), *more]
+    return _items(own, text) or _files(*_IMAGES, *suffixes)
 
 
 def _words(values: dict[str, Any], *names: str) -> list[str]:
-    found = [values[name] for name in names if values.get(name)]
-    return [word for one in found for word in ([one] if isinstance(one, str) else one)]
+    groups = [values[name] for name in names if values.get(name)]
+    return [word for group in groups for word in ([group] if isinstance(group, str) else group)]
 
 
 def _folders() -> list[Path]:

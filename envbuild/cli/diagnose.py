@@ -35,13 +35,13 @@ def diagnose_command(logs: tuple[str, ...], everything: bool, as_json: bool) -> 
       envbuild diagnose logs/ddp_1234.out
       kubectl logs --prefix --tail=-1 -l training.kubeflow.org/job-name=ddp | envbuild diagnose -
     """
-    found = [(job, files, diagnose(read_logs(files), load_rules())) for job, files in jobs_of(logs).items()]
+    diagnoses = [(job, files, diagnose(read_logs(files), load_rules())) for job, files in jobs_of(logs).items()]
     if as_json:
-        rows = [{"job": job, "logs": files, **one.as_json()} for job, files, one in found]
-        print_json({"jobs": rows} if len(found) > 1 else found[0][2].as_json())
+        rows = [{"job": job, "logs": files, **diagnosis.as_json()} for job, files, diagnosis in diagnoses]
+        print_json({"jobs": rows} if len(diagnoses) > 1 else diagnoses[0][2].as_json())
         return
-    for number, (job, files, diagnosis) in enumerate(found):
-        if len(found) > 1:
+    for number, (job, files, diagnosis) in enumerate(diagnoses):
+        if len(diagnoses) > 1:
             name = f"job {job}" if job else "other logs"
             title = f"{name}: {', '.join(PurePath(log).name for log in files)}"
             click.echo(("\n" if number else "") + click.style(title, underline=True))
@@ -63,15 +63,18 @@ def _show(diagnosis: Diagnosis, everything: bool) -> None:
     # Without a known cause, only the symptoms can be shown.
     hides = not everything and known
     hidden = [finding for finding in diagnosis.findings if hides and finding.kind == "symptom"]
-    for number, one in enumerate((f for f in diagnosis.findings if f not in hidden), start=1):
-        head = "" if one.kind == "cause" else f"{one.kind}: "
-        click.echo(click.style(f"{number}. {head}{one.cause}", bold=one.kind == "cause") + f"  [{one.id}]")
-        _quote(one.evidence[:_EVIDENCE])
-        if len(one.evidence) > _EVIDENCE:
-            click.echo(f"     … and {len(one.evidence) - _EVIDENCE} more")
-        click.echo(click.style("   do: ", fg="green") + one.hint)
+    for number, diagnosis_finding in enumerate((f for f in diagnosis.findings if f not in hidden), start=1):
+        head = "" if diagnosis_finding.kind == "cause" else f"{diagnosis_finding.kind}: "
+        click.echo(
+            click.style(f"{number}. {head}{diagnosis_finding.cause}", bold=diagnosis_finding.kind == "cause")
+            + f"  [{diagnosis_finding.id}]"
+        )
+        _quote(diagnosis_finding.evidence[:_EVIDENCE])
+        if len(diagnosis_finding.evidence) > _EVIDENCE:
+            click.echo(f"     … and {len(diagnosis_finding.evidence) - _EVIDENCE} more")
+        click.echo(click.style("   do: ", fg="green") + diagnosis_finding.hint)
     if hidden:
-        click.echo(f"Followed by: {', '.join(one.id for one in hidden)} (--all shows them)", err=True)
+        click.echo(f"Followed by: {', '.join(finding.id for finding in hidden)} (--all shows them)", err=True)
     if not diagnosis.findings:
         click.echo(f"Nothing was recognised in {diagnosis.lines} lines.", err=True)
     if diagnosis.last and not diagnosis.findings and not diagnosis.exception:
@@ -107,14 +110,14 @@ def lint_job_command(scripts: tuple[Path, ...], as_json: bool) -> None:
     if as_json:
         print_json({"problems": [problem.as_json() for problem in problems], "count": count})
     colours = {"error": "red", "warning": "yellow", "hint": "blue"}
-    for one in [] if as_json else problems:
-        level = click.style(one.fault.level, fg=colours[one.fault.level], bold=True)
-        click.echo(f"{one.file}:{one.line}: {level}: {one.what}  [{one.fault.id}]")
-        click.echo(f"    {one.text}")
-        click.echo(click.style("    instead: ", fg="green") + one.instead)
-    told = ", ".join(f"{number} {level}{'s' * (number != 1)}" for level, number in count.items())
+    for fault in [] if as_json else problems:
+        level = click.style(fault.fault.level, fg=colours[fault.fault.level], bold=True)
+        click.echo(f"{fault.file}:{fault.line}: {level}: {fault.what}  [{fault.fault.id}]")
+        click.echo(f"    {fault.text}")
+        click.echo(click.style("    instead: ", fg="green") + fault.instead)
+    summary = ", ".join(f"{number} {level}{'s' * (number != 1)}" for level, number in count.items())
     if count["error"]:
         names = dict.fromkeys(problem.file for problem in problems if problem.fault.level == "error")
-        raise VerificationError(f"{', '.join(names)}: {told}", "each line says what to write instead")
+        raise VerificationError(f"{', '.join(names)}: {summary}", "each line says what to write instead")
     if not as_json:
-        log(told if problems else "no faults were found")
+        log(summary if problems else "no faults were found")

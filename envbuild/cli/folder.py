@@ -200,8 +200,8 @@ def _build(
     if options.job:
         _build_by_job(kind, options, environment, loaded, target)
         return
-    what = f"{kind_name} of {loaded.recipe.name}"
-    with step(f"planning {what} for {target.name}", told=True):
+    title = f"{kind_name} of {loaded.recipe.name}"
+    with step(f"planning {title} for {target.name}", told=True):
         plan, trainer = prepare_folder(
             kind,
             loaded,
@@ -218,7 +218,7 @@ def _build(
         check_place(path)
         show_plan(plan, options.as_json, path)
         return
-    with reported(options.report, [path], environment), step(f"building {what} for {target.name}", told=True):
+    with reported(options.report, [path], environment), step(f"building {title} for {target.name}", told=True):
         result = make_environment(
             kind,
             plan,
@@ -234,7 +234,7 @@ def _build(
     if not result.built and not result.verified:
         log(f"{path}: nothing changed ({result.seconds:.2f} s)")
     else:
-        summarise(what, result.as_json())
+        summarise(title, result.as_json())
     show(options.as_json, result.as_json(), path)
 
 
@@ -284,7 +284,7 @@ def _build_by_job(
         options=(
             *(("--python", options.python) if options.python else ()),
             *(("--verify", options.verify) if options.verify != "full" else ()),
-            *(option for option, wanted in flags.items() if wanted),
+            *(option for option, is_set in flags.items() if is_set),
         ),
     )
     job = plan_build(build, JobRequest(current=Path.cwd()), site)

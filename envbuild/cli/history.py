@@ -69,7 +69,7 @@ def history_command(
         return
     if not rows:
         of = f" for {target}" if target else ""
-        has_venv = any(loaded.has_wheels(Target.parse(one)) for one in loaded.recipe.targets)
+        has_venv = any(loaded.has_wheels(Target.parse(target_name)) for target_name in loaded.recipe.targets)
         kind = "venv" if has_venv else "conda"
         raise UsageError(
             f"no verification of {name}{of} is recorded in {environment.store.root}",
@@ -100,7 +100,7 @@ def _series(recipe: str, row: Mapping[str, Any]) -> str:
     """Return the title of the series of `row`: the facts that must be equal for a comparison."""
     host, shape = row["host"], row["settings"]
     machine = [str(host.get("name", "unknown host")), f"{host.get('cpus', '?')} processors"]
-    machine += [str(one) for one in (host.get("processor"), row["performance"].get("gpu")) if one]
+    machine += [str(value) for value in (host.get("processor"), row["performance"].get("gpu")) if value]
     training = f"{shape['nodes']} × {shape['nproc_per_node']} ranks, {shape['model']}, batch {shape['batch_size']}"
     return f"{recipe} {row['target']}, {row['kind']} by {row['runtime']} on {', '.join(machine)}; {training}"
 
@@ -111,9 +111,9 @@ def _lines(rows: Iterable[Mapping[str, Any]], metrics: Iterable[str]) -> list[st
     figures = [row["performance"] if row["passed"] else {} for row in rows]
     shown = [name for name in metrics if any(name in figure for figure in figures)]
     table = [["verified at", "result", "lock", "torch", *(METRICS[name].title for name in shown)]]
-    for row, one in zip(rows, figures, strict=True):
+    for row, values in zip(rows, figures, strict=True):
         result = "passed" if row["passed"] else f"failed: {', '.join(map(str, row['failed']))}"
-        cells = [METRICS[name].show(one[name]) if name in one else "" for name in shown]
+        cells = [METRICS[name].show(values[name]) if name in values else "" for name in shown]
         torch = str(row["versions"].get("torch") or "")
         table.append([row["verified_at"], result, row["lock"][len("sha256:") : _SHORT], torch, *cells])
     lines = [f"  {layout.printable(line)}" for line in layout.columns(table)]

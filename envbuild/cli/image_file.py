@@ -87,27 +87,27 @@ def docker_command(
         raise UsageError(f"--format {form} is for --push", "add --tag REGISTRY/NAME:TAG --push, or leave it out")
     environment = run_environment()
     loaded = open_recipe(recipe, environment)
-    wanted = [open_target(loaded, name, environment) for name in targets or (None,)]
-    if len({target.arch for target in wanted}) < len(wanted):
+    parsed = [open_target(loaded, name, environment) for name in targets or (None,)]
+    if len({target.arch for target in parsed}) < len(parsed):
         raise UsageError("two targets of one architecture do not fit into one image")
-    name = check_tag(tag or f"{loaded.recipe.name}:{wanted[0].name}", push=push)
+    name = check_tag(tag or f"{loaded.recipe.name}:{parsed[0].name}", push=push)
     verify = not options.no_verify
     with step(f"planning the image of {loaded.recipe.name}", told=True):
         prepared = [
             prepare_image(
                 loaded, target, environment, bytecode=not options.no_bytecode, verify=verify, **options.lock_use
             )
-            for target in wanted
+            for target in parsed
         ]
     wish = ImageOptions(name, place, push, verify=verify, asked=options.asked, form=form)
     if not options.dry_run:
-        what = f"docker of {loaded.recipe.name}"
+        title = f"docker of {loaded.recipe.name}"
         with (
             reported(options.report, [wish.beside(prepared_image.plan) for prepared_image in prepared], environment),
-            step(f"building {what}", told=True),
+            step(f"building {title}", told=True),
         ):
             result = make_images(prepared, wish, environment, offline=options.offline)
-        summarise(what, {**result, "target": ", ".join(prepared_image.target.name for prepared_image in prepared)})
+        summarise(title, {**result, "target": ", ".join(prepared_image.target.name for prepared_image in prepared)})
         show(options.as_json, result, result["path"])
         return
     check_options(wish, len(prepared), environment)
@@ -235,14 +235,14 @@ def build_command(recipe: str | None, artifacts: str, options: BuildOptions) -> 
       envbuild build pt_cpu --artifact enroot,apptainer --target cpu-aarch64 --json
     """
     kinds = kinds_of("file")
-    wanted = list(dict.fromkeys(kind.strip() for kind in artifacts.split(",") if kind.strip()))
-    unknown = [kind for kind in wanted if kind not in kinds]
-    if unknown or not wanted:
+    chosen = list(dict.fromkeys(kind.strip() for kind in artifacts.split(",") if kind.strip()))
+    unknown = [kind for kind in chosen if kind not in kinds]
+    if unknown or not chosen:
         raise UsageError(
             f"--artifact {artifacts!r}: {unknown[0] if unknown else 'nothing'} is not built here",
             f"name {' or '.join(kinds)}, or both with a comma; venv and docker have commands of their own",
         )
-    _build(sorted(wanted, key=kinds.index), recipe, options)
+    _build(sorted(chosen, key=kinds.index), recipe, options)
 
 
 def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> None:
@@ -291,10 +291,10 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
                     log(f"{file.kind}: {image.url} to {file.path}")
             return
         chosen = Target.parse(options.target or f"cpu-{host_arch()}")
-        what = image.url
+        subject = image.url
         with (
             reported(options.report, [file.path for file in of_image.files], environment),
-            step(f"converting {what}", told=True),
+            step(f"converting {subject}", told=True),
         ):
             results = make_from_image(image, chosen, of_image, environment)
     else:
@@ -313,13 +313,13 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
             check_files(of_recipe)
             show_plan(plan, options.as_json)
             return
-        what = plan.recipe
+        subject = plan.recipe
         with (
             reported(options.report, [file.path for file in of_recipe.files], environment),
-            step(f"building {' and '.join(kinds)} of {what} for {plan.target}", told=True),
+            step(f"building {' and '.join(kinds)} of {subject} for {plan.target}", told=True),
         ):
             results = make_from_recipe(prepared_image, of_recipe, environment, offline=options.offline)
-    told = [result.as_json() for result in results]
-    for kind, made in zip(kinds, told, strict=True):
-        summarise(f"{kind} of {what}", made)
-    show(options.as_json, told[0] if len(told) == 1 else {"artifacts": told}, *(result.path for result in results))
+    rows = [result.as_json() for result in results]
+    for kind, made in zip(kinds, rows, strict=True):
+        summarise(f"{kind} of {subject}", made)
+    show(options.as_json, rows[0] if len(rows) == 1 else {"artifacts": rows}, *(result.path for result in results))

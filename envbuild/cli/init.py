@@ -168,7 +168,7 @@ def _dialogue(name: str | None, target: str | None) -> tuple[str, str, str, list
     packages = click.prompt("Packages, separated by blanks", default="torch", err=True).split()
     host = Host(os.environ)
     facts = gpus(host)[0].facts
-    majors = [one.partition(".")[0] for one in facts.get("cuda", [])]
+    majors = [version.partition(".")[0] for version in facts.get("cuda", [])]
     amd = ROCM.usual if "AMD" in facts.get("gpus", []) else ()
     usual = [*(tag for tag in CUDA.usual if tag[2:4] in majors), *amd] or ["cpu"]
     target = target or click.prompt("Target", default=f"{usual[-1]}-{host_arch()}", err=True)
@@ -176,7 +176,7 @@ def _dialogue(name: str | None, target: str | None) -> tuple[str, str, str, list
     if Target.parse(target).family.gpu:
         # A site with a floor has measured that network; "roce" of an adapter is the fabric ib.
         known = [*load_site(os.environ).fabric.busbw_floor, *adapters(host)[0].facts["kinds"], "any"]
-        usual = ["ib" if one == "roce" else one for one in known]
+        usual = ["ib" if name == "roce" else name for name in known]
         fabric = click.prompt("Fabric", type=click.Choice(fabric_names()), default=usual[0], err=True)
         statements += [Statement("fabric", fabric, "the terminal")] if fabric != "any" else []
     artifact = click.prompt("Artifact", type=click.Choice(list(ARTIFACTS)), default="venv", err=True)

@@ -79,29 +79,29 @@ def inspect_command(
         if sbom and contents:
             click.echo(bill_of_materials(opened, contents, environment), nl=False)
             return
-        found = describe(opened.about, contents, exact=exact)
+        facts_found = describe(opened.about, contents, exact=exact)
     if as_json:
-        print_json(found)
+        print_json(facts_found)
         return
     if not packages and not layers:
-        _head(found)
+        _head(facts_found)
     if layers or not packages:
         rows = [
             [layer["digest"], human_size(layer["size"]) if layer["size"] else "-", _short(layer["title"])]
-            for layer in found["layers"]
+            for layer in facts_found["layers"]
         ]
         _table("" if layers else "layers", rows)
     if contents and (packages or not layers):
-        built = [[p["name"], p["version"], _where(p)] for p in found["source_built"]]
-        built += [[p["name"], p["version"], f"the nodes' {p['path']}"] for p in found["host_layers"]]
+        built = [[p["name"], p["version"], _where(p)] for p in facts_found["source_built"]]
+        built += [[p["name"], p["version"], f"the nodes' {p['path']}"] for p in facts_found["host_layers"]]
         _table(f"source-built layers ({len(built)})", built)
-        conda = found["conda_packages"]
+        conda = facts_found["conda_packages"]
         rows = [[p["name"], p["version"], p["build"], channel_name(p["channel"]), _where(p)] for p in conda]
         _table(f"conda packages ({len(rows)})", rows)
-        rows = [[p["name"], p["version"], _where(p)] for p in found["python_packages"]]
+        rows = [[p["name"], p["version"], _where(p)] for p in facts_found["python_packages"]]
         _table(f"Python packages ({len(rows)})", rows)
     if packages:
-        rows = [[p["name"], p["version"], p["arch"]] for p in found["debian_packages"]]
+        rows = [[p["name"], p["version"], p["arch"]] for p in facts_found["debian_packages"]]
         _table(f"Debian packages ({len(rows)})", rows)
 
 
@@ -114,38 +114,38 @@ def _spelling(text: str, target: str | None, environment: Environment) -> str:
     return text if built is None else built.spelling
 
 
-def _head(found: Mapping[str, Any]) -> None:
-    python, base, receipt = found["python"], found["base"], found["receipt"]
-    locks, debian, project = found["locks"], found["debian_packages"], found["project"]
-    stored = f", {human_size(found['stored'])} as stored" if found["stored"] else ""
+def _head(facts: Mapping[str, Any]) -> None:
+    python, base, receipt = facts["python"], facts["base"], facts["receipt"]
+    locks, debian, project = facts["locks"], facts["debian_packages"], facts["project"]
+    stored = f", {human_size(facts['stored'])} as stored" if facts["stored"] else ""
     rows: list[tuple[str, str | None]] = [
-        ("artifact", f"{found['artifact']} ({found['kind']})"),
-        ("digest", found["digest"]),
-        ("image id", found["image_id"] if found["image_id"] != found["digest"] else None),
-        ("recipe", found["recipe"] and _joined(found["recipe"]["name"], found["recipe"]["digest"])),
+        ("artifact", f"{facts['artifact']} ({facts['kind']})"),
+        ("digest", facts["digest"]),
+        ("image id", facts["image_id"] if facts["image_id"] != facts["digest"] else None),
+        ("recipe", facts["recipe"] and _joined(facts["recipe"]["name"], facts["recipe"]["digest"])),
         ("lock", locks["packages"]),
         ("base lock", locks["base"]),
-        ("plan", found["plan"]),
-        ("target", found["target"]),
-        ("platform", found["platform"]),
-        ("fabric", found["fabric"]),
+        ("plan", facts["plan"]),
+        ("target", facts["target"]),
+        ("platform", facts["platform"]),
+        ("fabric", facts["fabric"]),
         ("python", python and _joined(python["full"] or python["version"], python["interpreter"])),
         ("base", base and _joined(base["name"] or base["title"], base["digest"], base["suite"])),
-        ("project", project and _joined(*(str(project.get(one, "")) for one in ("name", "version", "commit")))),
+        ("project", project and _joined(*(str(project.get(key, "")) for key in ("name", "version", "commit")))),
         ("Debian", debian and f"{len(debian)} packages; --packages lists them"),
-        ("size", f"{human_size(found['size'])} in {found['files']} files and folders{stored}"),
-        ("stored as", found["filesystem"]),
-        ("created", found["created"]),
-        ("envbuild", found["envbuild"]),
-        ("workdir", found["workdir"]),
-        ("user", found["user"]),
-        ("entrypoint", shlex.join(found["entrypoint"])),
-        ("cmd", shlex.join(found["cmd"])),
+        ("size", f"{human_size(facts['size'])} in {facts['files']} files and folders{stored}"),
+        ("stored as", facts["filesystem"]),
+        ("created", facts["created"]),
+        ("envbuild", facts["envbuild"]),
+        ("workdir", facts["workdir"]),
+        ("user", facts["user"]),
+        ("entrypoint", shlex.join(facts["entrypoint"])),
+        ("cmd", shlex.join(facts["cmd"])),
         ("receipt", _receipt(receipt) if receipt else "none beside it"),
     ]
     _table("", [(name, value) for name, value in rows if value])
     for title in ("env", "labels"):
-        own = [[k, v] for k, v in found[title].items() if not k.startswith("org.envbuild.")]
+        own = [[k, v] for k, v in facts[title].items() if not k.startswith("org.envbuild.")]
         _table(title, own)
 
 
@@ -154,13 +154,13 @@ def _joined(*parts: str | None) -> str:
 
 
 def _receipt(receipt: Mapping[str, Any]) -> str:
-    said = "passed" if receipt["passed"] else "FAILED"
+    verdict = "passed" if receipt["passed"] else "FAILED"
     if receipt["changed"]:
-        said = f"{said}, but {shown(receipt['changed'])} changed since"
+        verdict = f"{verdict}, but {shown(receipt['changed'])} changed since"
     elif not receipt["matches"]:
-        said = "of another artifact"
+        verdict = "of another artifact"
     pushed = f", pushed as {receipt['pushed']}" if receipt["pushed"] else ""
-    return f"{said}, {receipt['verified_at']}{pushed}  {receipt['path']}"
+    return f"{verdict}, {receipt['verified_at']}{pushed}  {receipt['path']}"
 
 
 def _short(text: str) -> str:
@@ -223,16 +223,16 @@ def diff_command(a: str, b: str, target: str | None, files: bool, everything: bo
             log(f"{side['artifact']}: its receipt: {_receipt(receipt)}")
     if as_json:
         changes = {key: getattr(comparison, name) for name, (key, _, _) in _PARTS.items()}
-        told = {
+        row = {
             "format": 1,
             "equal": comparison.equal,
             "a": sides[0],
             "b": sides[1],
-            **{key: None if part is None else [one.as_json() for one in part] for key, part in changes.items()},
+            **{key: None if part is None else [change.as_json() for change in part] for key, part in changes.items()},
             "left_out": list(comparison.left_out),
             "notes": list(comparison.notes),
         }
-        print_json(told)
+        print_json(row)
     else:
         _show_changes(comparison, everything)
     if not comparison.equal:
@@ -241,9 +241,9 @@ def diff_command(a: str, b: str, target: str | None, files: bool, everything: bo
 
 def _show_changes(comparison: Comparison, everything: bool) -> None:
     counts = []
-    for name, (_, one, several) in _PARTS.items():
+    for name, (_, singular, several) in _PARTS.items():
         if changes := getattr(comparison, name):
-            counts.append(f"{len(changes)} {one if len(changes) == 1 else several}")
+            counts.append(f"{len(changes)} {singular if len(changes) == 1 else several}")
     same = "equal" if comparison.files is not None else "equal, files not compared"
     click.echo(f"different: {', '.join(counts)}" if counts else same)
     for name, (_, _, title) in _PARTS.items():
@@ -344,7 +344,7 @@ def verify_command(
     for line in check_lines(receipt):
         log(line)
     if as_json:
-        told = {
+        row = {
             "path": str(path.absolute()),
             "digest": receipt["artifact"]["digest"],
             "receipt": str(receipt_path(beside).absolute()),
@@ -352,7 +352,7 @@ def verify_command(
             "seconds": receipt["seconds"],
             "passed": receipt["passed"],
         }
-        print_json(told)
+        print_json(row)
     if not receipt["passed"]:
         raise VerificationError(
             failures(receipt), f"the evidence is in {receipt_path(beside)}, the nodes' logs in {receipt['logs']}"

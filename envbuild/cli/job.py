@@ -215,7 +215,7 @@ def preflight_command(
     from envbuild.jobs.preflight import NAME, alone, find_allocation, run_now
 
     where = load_site(os.environ, site)
-    allocation = find_allocation([one for one in hosts.split(",") if one], os.environ)
+    allocation = find_allocation([host for host in hosts.split(",") if host], os.environ)
     request = JobRequest(
         scheduler=allocation.scheduler,
         nodes=allocation.nodes,

@@ -182,22 +182,26 @@ def lock_command(
         folder=export_dir,
         exports=() if dry_run else tuple(dict.fromkeys(exports)),
     )
-    before = [_verified(one, environment, offline) for one in work] if verify else []
+    before = [_verified(pair, environment, offline) for pair in work] if verify else []
     for part, lock in zip(PARTS, (run.lock_wheels, run.lock_images, run.lock_conda), strict=True):
         for loaded, target in work if part in parts else ():
             with run.kept():
                 lock(loaded, target)
     run.write_conda_exports()
-    for old, one in zip(before, work, strict=False):
-        after = _verified(one, environment, offline)
+    for old, recipe_target in zip(before, work, strict=False):
+        after = _verified(recipe_target, environment, offline)
         if old or after:
-            run.report.verified.append(VerifiedUpgrade(one[0].recipe.name, one[1].name, old, after))
+            run.report.verified.append(VerifiedUpgrade(recipe_target[0].recipe.name, recipe_target[1].name, old, after))
     if report is not None:
         with writing(report.parent, LockError):
             write_beside(report, run.report.render(environment.site.audit, environment.store))
     if run.errors:
         raise joined(LockError, run.errors)
-    failed = [f"{one.recipe} {one.target}" for one in run.report.verified if one.after and not one.after[0]["passed"]]
+    failed = [
+        f"{upgrade.recipe} {upgrade.target}"
+        for upgrade in run.report.verified
+        if upgrade.after and not upgrade.after[0]["passed"]
+    ]
     if failed:
         raise VerificationError(
             f"{', '.join(failed)}: the upgraded locks fail verification; see {report}",
@@ -208,11 +212,11 @@ def lock_command(
 
 
 def _verified(
-    one: tuple[LoadedRecipe, Target], environment: Environment, offline: bool
+    pair: tuple[LoadedRecipe, Target], environment: Environment, offline: bool
 ) -> tuple[Mapping[str, Any], int] | None:
     from envbuild.build.folder import verified_here
 
-    return verified_here(*one, environment, offline=offline)
+    return verified_here(*pair, environment, offline=offline)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +269,11 @@ class LockRun:
         pylock = self._update(kind, upgrade).pylock
         if "pylock" in self.exports:
             # PEP 751: pylock.NAME.toml, without dots in NAME. Unlike the lock, it contains the URLs of this site.
-            words = [loaded.recipe.name, target.name, *(f"python{one}" for one in [kind.recipe.variant] if one)]
+            words = [
+                loaded.recipe.name,
+                target.name,
+                *(f"python{variant}" for variant in [kind.recipe.variant] if variant),
+            ]
             name = "-".join(words).replace(".", "-")
             self._write_export(self.folder / f"pylock.{name}.toml", without_credentials(pylock))
 
@@ -478,8 +486,13 @@ def audit_command(recipes: Names, targets: Names, database: Path | None, ignore:
         ],
     }
     rows = [
-        [f"{one.package.name} {one.package.version}", one.id, ", ".join(one.fixed) or "-", one.summary]
-        for one in done.found
+        [
+            f"{advisory.package.name} {advisory.package.version}",
+            advisory.id,
+            ", ".join(advisory.fixed) or "-",
+            advisory.summary,
+        ]
+        for advisory in done.found
     ]
     show(as_json, value, *layout.columns(rows))
     others = f"; {done.unknown} others are in no database" if done.unknown else ""

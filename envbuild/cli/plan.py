@@ -233,7 +233,7 @@ def matrix_command(
     if changed_since is not None:
         chosen = _changed(chosen, changed_since)
     jobs, omitted = matrix.make_jobs(chosen, labels, environment, artifacts=artifacts, targets=targets)
-    unlocked = [one for one in omitted if strict and isinstance(one.error, LockError)]
+    unlocked = [item for item in omitted if strict and isinstance(item.error, LockError)]
     for omission in omitted:
         if omission not in unlocked:
             log(str(omission))

@@ -101,8 +101,8 @@ def show_command(recipe: str | None, as_json: bool) -> None:
     loaded = open_recipe(recipe, load_environment())
     states: dict[str, dict[str, LockState[Any]]] = {}
     for name in loaded.recipe.targets:
-        for one in needed_locks(loaded, Target.parse(name)):
-            states.setdefault(one.name, {})[f"{name}{one.label.removeprefix(one.name)}"] = one.inspect()
+        for lock in needed_locks(loaded, Target.parse(name)):
+            states.setdefault(lock.name, {})[f"{name}{lock.label.removeprefix(lock.name)}"] = lock.inspect()
     locks, conda = states.get("wheels", {}), states.get("conda", {})
     if as_json:
         names = {"wheels": "locks", "conda": "conda_locks", "image": "image_locks", "builder": "builder_locks"}
@@ -198,21 +198,21 @@ def check_command(recipe: str | None, target: str | None, driver: str | None, as
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
     names = [target] if target is not None else list(loaded.recipe.targets)
-    told: list[dict[str, Any]] = []
+    rows_of_targets: list[dict[str, Any]] = []
     for name in names:
-        wanted = open_target(loaded, name, environment)
-        stack, basis = locked_stack(loaded, wanted)
+        parsed = open_target(loaded, name, environment)
+        stack, basis = locked_stack(loaded, parsed)
         stack = replace(stack, driver=driver)
-        words = loaded.recipe.targets[wanted.name].gpus
-        findings = judge(stack) + gpu_findings(stack, words, _built(loaded.recipe.name, wanted))
+        words = loaded.recipe.targets[parsed.name].gpus
+        findings = judge(stack) + gpu_findings(stack, words, _built(loaded.recipe.name, parsed))
         statuses = {finding.status for finding in findings}
         # `rocm` is shown only for targets that have it, so that the output for others does not change.
         shown = [field for field in stack.__slots__ if field != "packages" and (field != "rocm" or stack.rocm)]
-        told.append(
+        rows_of_targets.append(
             {
-                "target": wanted.name,
+                "target": parsed.name,
                 "basis": basis,
-                "verdict": next((one for one in ("bad", "unknown") if one in statuses), "good"),
+                "verdict": next((verdict for verdict in ("bad", "unknown") if verdict in statuses), "good"),
                 "stack": {field: getattr(stack, field) for field in shown},
                 "findings": [finding.as_json() for finding in findings],
             }
@@ -220,19 +220,21 @@ def check_command(recipe: str | None, target: str | None, driver: str | None, as
         if not as_json:
             if name != names[0]:
                 click.echo()
-            click.echo(click.style(f"{loaded.recipe.name} for {wanted.name}", bold=True) + f", {basis}")
+            click.echo(click.style(f"{loaded.recipe.name} for {parsed.name}", bold=True) + f", {basis}")
             _show_findings(findings)
     rows = load_rows()
     if as_json:
         knowledge = {"read": rows.read, "torch": rows.newest_torch, "by_hand": rows.by_hand}
-        print_json({"recipe": loaded.recipe.name, "targets": told, "knowledge": knowledge})
+        print_json({"recipe": loaded.recipe.name, "targets": rows_of_targets, "knowledge": knowledge})
     else:
         age = (datetime.now(UTC).date() - date.fromisoformat(rows.read)).days
-        said = f"releases read on {rows.read} ({age} day{'' if age == 1 else 's'} ago), torch up to {rows.newest_torch}"
-        text = f"envbuild's data: {said}; rows by hand up to {rows.by_hand}"
+        release_text = (
+            f"releases read on {rows.read} ({age} day{'' if age == 1 else 's'} ago), torch up to {rows.newest_torch}"
+        )
+        text = f"envbuild's data: {release_text}; rows by hand up to {rows.by_hand}"
         for line in wrap(text, max(20, min(_WIDTH, layout.width()))):
             click.echo(click.style(line, dim=True))
-    if any(one["verdict"] == "bad" for one in told):
+    if any(row["verdict"] == "bad" for row in rows_of_targets):
         sys.exit(3)
 
 
@@ -240,8 +242,8 @@ def _built(recipe: str, target: Target) -> dict[str, Containers]:
     """Return the code for GPUs in the libraries of what was built here, from its receipt; {} without one."""
     for path in sorted((build_folder() / recipe / target.name).glob("*.receipt.json")):
         with suppress(OSError, ValueError):
-            if found := recorded_gpu_code(read_receipt(path)):
-                return found
+            if code := recorded_gpu_code(read_receipt(path)):
+                return code
     return {}
 
 

@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from envbuild.report.data import ReportEntry
 
 
-def summarise(what: str, made: Mapping[str, Any], size: int | None = None) -> None:
-    """Print the summary of a build of `what` to stderr, from the object that `--json` prints.
+def summarise(title: str, made: Mapping[str, Any], size: int | None = None) -> None:
+    """Print the summary of a build of `title` to stderr, from the object that `--json` prints.
 
     `size` is in bytes; None for that of the file or folder at the path.
     """
     path = Path(made["path"])
     rows = [
-        ("built", f"{what} for {made['target']}"),
+        ("built", f"{title} for {made['target']}"),
         ("path", _near(made["path"])),
-        ("size", human_size(found) if (found := size or _size(path)) else ""),
+        ("size", human_size(size_shown) if (size_shown := size or _size(path)) else ""),
         ("digest", made["digest"]),
         ("checks", _checks(made["receipt"])),
         ("receipt", _near(made["receipt"] or "")),
@@ -65,8 +65,8 @@ def _checks(receipt: str | None) -> str:
     if receipt is None:
         return "not verified"
     with suppress(OSError, ValueError, LookupError, TypeError):
-        found = read_receipt(Path(receipt))
-        return f"{passed_line(found)}, {human_time(found['seconds'])}, {found['verified_at']}"
+        content = read_receipt(Path(receipt))
+        return f"{passed_line(content)}, {human_time(content['seconds'])}, {content['verified_at']}"
     return ""
 
 
@@ -110,7 +110,7 @@ def report_command(named: Names, out: Path, against: str | None, show_it: bool) 
         raise UsageError("--against compares one artifact or receipt", "name one, or leave out --against")
     check_out(out)
     environment = load_environment()
-    artifacts = [_documented(one, environment) for one in named]
+    artifacts = [_documented(path, environment) for path in named]
     _write(gather(artifacts, environment, against and _documented(against, environment)), out)
     if show_it:
         import webbrowser

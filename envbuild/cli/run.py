@@ -195,16 +195,16 @@ def _program(words: Names, script: str | None, module: str | None) -> tuple[list
 
 def _variables(given: Names) -> dict[str, str]:
     """Return the variables of --env; a NAME that the caller's environment lacks is left out."""
-    found = {}
+    variables = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not name or "\0" in text:
             raise UsageError(f"--env {text!r} is not NAME or NAME=VALUE")
         if equals:
-            found[name] = value
+            variables[name] = value
         elif name in os.environ:
-            found[name] = os.environ[name]
-    return found
+            variables[name] = os.environ[name]
+    return variables
 
 
 def _run_ranks(

@@ -398,8 +398,8 @@ def _predicate(name: str, opened: JobInputs, receipt: dict[str, Any]) -> dict[st
     environment, path = load_environment(), opened.artifact.path
     where = f"docker://{path}" if "@sha256:" in path else path
     with open_reader(where, environment, opened.artifact.target) as reader:
-        found: dict[str, Any] = json.loads(bill_of_materials(reader, reader.contents(hashes=False), environment))
-    return found
+        document: dict[str, Any] = json.loads(bill_of_materials(reader, reader.contents(hashes=False), environment))
+    return document
 
 
 def _opened(

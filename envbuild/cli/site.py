@@ -158,8 +158,8 @@ def _print(*shown: Any) -> None:
     """Print rich objects, without the blanks that pad a table's cells."""
     console = _console()
     with console.capture() as captured:
-        for one in shown:
-            console.print(one)
+        for finding in shown:
+            console.print(finding)
     click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
@@ -242,12 +242,12 @@ def show_command(site: str | None, everything: bool, as_file: bool, as_json: boo
             raise UsageError("--file prints the file of one SITE", "name it, and leave out --all and --json")
         click.echo(_file_of(site), nl=False)
         return
-    found, values = effective_settings(site, dict(os.environ))
+    known_site, values = effective_settings(site, dict(os.environ))
     if as_json:
         rows = [{"table": v.table, "key": v.key, "value": v.value, "origin": v.origin} for v in values]
-        print_json({"name": found.name, "files": [str(file) for file in found.files], "values": rows})
+        print_json({"name": known_site.name, "files": [str(file) for file in known_site.files], "values": rows})
         return
-    click.echo(f"# site {found.name}: {', '.join(map(str, found.files)) or 'no file'}")
+    click.echo(f"# site {known_site.name}: {', '.join(map(str, known_site.files)) or 'no file'}")
     tables: dict[str, list[EffectiveSetting]] = {}
     for value in values:
         if everything or value.given:
@@ -356,16 +356,16 @@ def effective_settings(
     site = load_site({**env, "USER": "{user}"}, name, etc=etc)  # {user} is shown as the files have it
     # Keys without a table come first, as in TOML.
     tables: dict[str, dict[str, Any]] = {"": {"store": str(site.store), "recipes": list(map(str, site.recipe_folders))}}
-    for one in (field.name for field in fields(SiteTables)):
-        value: Any = getattr(site, one)
-        if one == "registries":
+    for table_name in (field.name for field in fields(SiteTables)):
+        value: Any = getattr(site, table_name)
+        if table_name == "registries":
             tables |= {f"registries.{host}": asdict(table) for host, table in value.items()}
         elif isinstance(value, Mapping):
-            tables[one] = dict(value)
+            tables[table_name] = dict(value)
         elif is_dataclass(value) and not isinstance(value, type):
-            tables[one] = asdict(value)
+            tables[table_name] = asdict(value)
         else:
-            tables[""][one] = value
+            tables[""][table_name] = value
     settings = [
         EffectiveSetting(table, redact(key), _shown(value), _origin(site, table, key))
         for table, values in tables.items()
@@ -387,7 +387,7 @@ def _shown(value: Any) -> Any:
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, list | tuple):
-        return [_shown(one) for one in value]
+        return [_shown(item) for item in value]
     if isinstance(value, Mapping):
-        return {key: _shown(one) for key, one in value.items()}
+        return {key: _shown(item) for key, item in value.items()}
     return value

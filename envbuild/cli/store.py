@@ -152,8 +152,8 @@ def prune_command(older_than: str | None, keep: str | None, recipe: str | None, 
     }
     rows = [[item.name, item.kind, human_size(item.size)] for item in removed] if dry_run else []
     show(as_json, value, *(layout.columns(rows) if rows else []))
-    what = "would be removed" if dry_run else "removed"
-    log(f"{len(removed)} items, {human_size(gone)}: {what}; {human_size(left)} remain")
+    action = "would be removed" if dry_run else "removed"
+    log(f"{len(removed)} items, {human_size(gone)}: {action}; {human_size(left)} remain")
     if held:
         log(f"{len(held)} items stay: running builds may use them")
 
@@ -163,10 +163,10 @@ def _size(those: Iterable[StoreItem]) -> int:
 
 
 def _given(option: str, text: str | None, read: Callable[[str], int | None], examples: str) -> int | None:
-    found = None if text is None else read(text)
-    if text is not None and found is None:
+    parsed = None if text is None else read(text)
+    if text is not None and parsed is None:
         raise UsageError(f"{option} {text}: expected a number with a unit", f"such as {examples}")
-    return found
+    return parsed
 
 
 @click.group("cache")
@@ -228,7 +228,7 @@ def push_command(recipes: tuple[str, ...], as_json: bool) -> None:
     _, remote = _opened(writes=True)
     rows = []
     for recipe in recipes:
-        count, sent = push_recipe(remote, recipe, pack_built, lambda one: log(f"  {one.tag}"))
+        count, sent = push_recipe(remote, recipe, pack_built, lambda entry: log(f"  {entry.tag}"))
         if not count:
             raise UsageError(f"the store has nothing of {recipe}", f"build it, or: envbuild cache warm {recipe}")
         rows.append({"recipe": recipe, "entries": count, "uploaded_bytes": sent})
@@ -283,14 +283,14 @@ def warm_command(recipes: tuple[str, ...], target: str | None, locked: bool, as_
     rows = []
     for name in recipes:
         loaded = open_recipe(name, environment)
-        wanted = open_target(loaded, target, environment)
+        parsed = open_target(loaded, target, environment)
         image = prepare_image(
-            loaded, wanted, environment, bytecode=True, locked=locked, offline=False, log=log, write=True
+            loaded, parsed, environment, bytecode=True, locked=locked, offline=False, log=log, write=True
         )
         layers = image_layers(image, environment, offline=False)
         made = fill(image, layers, environment, TarCache(store, log, limits), offline=False)
         fill(image, layers, environment, segments, offline=False, with_manifest=False)
-        rows.append({"recipe": loaded.recipe.name, "target": wanted.name, "layers": len(made.layers)})
+        rows.append({"recipe": loaded.recipe.name, "target": parsed.name, "layers": len(made.layers)})
         remember(store, loaded.recipe.name)
         remote.flush()
         push_recipe(remote, loaded.recipe.name, pack_built, lambda _: None)
@@ -305,6 +305,6 @@ def _opened(*, reads: bool = False, writes: bool = False) -> tuple[Environment, 
             "no cache is named", "set `cache` in site.toml, or ENVBUILD_CACHE=oci://registry.example.org/team/cache"
         )
     if (writes and not remote.writes) or (reads and not remote.reads):
-        wanted = "readwrite" if writes else "read"
-        raise UsageError("the cache's mode does not allow this", f"set ENVBUILD_CACHE_MODE={wanted}, or `cache_mode`")
+        mode = "readwrite" if writes else "read"
+        raise UsageError("the cache's mode does not allow this", f"set ENVBUILD_CACHE_MODE={mode}, or `cache_mode`")
     return environment, remote

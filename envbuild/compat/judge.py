@@ -40,29 +40,31 @@ def gpu_findings(stack: Stack, words: tuple[str, ...], built: Mapping[str, Conta
     """
     row = None
     if built:
-        what, libraries = "its artifact here", dict(built)
+        subject, libraries = "its artifact here", dict(built)
     elif stack.cuda and stack.torch and stack.torch_origin != "conda" and stack.arch == "x86_64":
         row = load_rows().release(stack.torch, stack.arch)
         if row is None or row.cuda != stack.cuda or not row.code:
             text = f"whether it runs on {', '.join(words)} is known when it is built, or verified"
             return [finding("note", "gpus", text)] if words else []
-        what = f"PyPI's torch {row.version}"
+        subject = f"PyPI's torch {row.version}"
         libraries = {name: Containers({tuple(codes): 1}) for name, codes in row.code.items()}
     else:
         return []
     if faults := gpu_faults(libraries, words):
         fix = "take another torch or CUDA, compile for them, or correct `gpus` of the target"
-        return [finding("bad", "gpus", f"{what}: {'; '.join(faults[:3])}", fix, by=row)]
+        return [finding("bad", "gpus", f"{subject}: {'; '.join(faults[:3])}", fix, by=row)]
     ways: dict[str, list[str]] = {NATIVE: [], PTX: []}
     for chip in load_chips().values():
-        needed = (one for path, one in libraries.items() if is_judged(one, chip) and not is_optional(path))
-        runs = {library_runs(one, chip) for one in needed}
+        needed = (library for path, library in libraries.items() if is_judged(library, chip) and not is_optional(path))
+        runs = {library_runs(library, chip) for library in needed}
         if runs and "" not in runs and chip.accelerator == ("rocm" if stack.rocm else "cuda"):
             ways[PTX if PTX in runs else NATIVE].append(chip.name)
-    said = "; ".join(f"{way} on {', '.join(chips)}" for way, chips in ways.items() if chips)
+    run_text = "; ".join(f"{way} on {', '.join(chips)}" for way, chips in ways.items() if chips)
     if some := gpu_faults(libraries, words, optional=True):
-        said += f"; not all need this: {some[0]}"
-    return [finding("good" if words else "note", "gpus", f"{what} runs {said or 'on no GPU that is known'}", by=row)]
+        run_text += f"; not all need this: {some[0]}"
+    return [
+        finding("good" if words else "note", "gpus", f"{subject} runs {run_text or 'on no GPU that is known'}", by=row)
+    ]
 
 
 _NCCL_IS = {
@@ -142,28 +144,30 @@ def _torch_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
         return [finding("note", "torch", text)]
     if stack.torch is None:
         return [_no_torch()]
-    what = f"torch {stack.torch}"
+    torch_title = f"torch {stack.torch}"
     if stack.torch_origin == "conda":
-        text = f"{what} comes from conda, whose solver matched its build with CUDA and NCCL"
+        text = f"{torch_title} comes from conda, whose solver matched its build with CUDA and NCCL"
         return [finding("note", "torch", text)]
     row = rows.torch_build(stack.torch, stack.arch)
     if row is None and rows.is_newer(stack.torch):
-        text = f"{what} is newer than torch {rows.newest_torch}, the newest that this envbuild knows ({rows.read})"
+        text = (
+            f"{torch_title} is newer than torch {rows.newest_torch}, the newest that this envbuild knows ({rows.read})"
+        )
         return [finding("unknown", "torch", text, "update envbuild, or run `tools/refresh` in its checkout")]
     if row is None:
-        text = f"no row says which CUDA {what} is built for on {stack.arch}"
+        text = f"no row says which CUDA {torch_title} is built for on {stack.arch}"
         return [finding("unknown", "torch", text, LOOK_IT_UP)]
     if stack.cuda in row.cuda:
-        text = f"{what} is built for CUDA {stack.cuda} on {stack.arch}: {_index(stack.cuda, row)}"
+        text = f"{torch_title} is built for CUDA {stack.cuda} on {stack.arch}: {_index(stack.cuda, row)}"
         return [finding("good", "torch", text, by=row)]
-    text = f"{what} is built for CUDA {', '.join(row.cuda) or 'none that is known'} on {stack.arch}"
+    text = f"{torch_title} is built for CUDA {', '.join(row.cuda) or 'none that is known'} on {stack.arch}"
     if not row.complete:
         text = f"{text}; whether for {stack.cuda} too is not known"
         return [finding("unknown", "torch", text, LOOK_IT_UP, by=row)]
     if stack.torch_origin == "lock" and f"+{_tag(stack.cuda)}" in stack.torch:
         text = f"PyTorch's {text}; the locked one for {stack.cuda} is another build"
         return [finding("unknown", "torch", text, by=row)]
-    near = " or ".join(f"{_tag(one)}-{stack.arch}" for one in row.cuda)
+    near = " or ".join(f"{_tag(cuda)}-{stack.arch}" for cuda in row.cuda)
     fix = f"take a torch that is built for CUDA {stack.cuda} there, or the target {near}"
     return [finding("bad", "torch", f"{text}, not {stack.cuda}", fix, by=row)]
 
@@ -190,15 +194,15 @@ def _rocm_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
         return []
     if stack.torch is None:
         return [_no_torch()]
-    what = f"torch {stack.torch}"
+    torch_title = f"torch {stack.torch}"
     if stack.torch_origin == "conda":
-        return [finding("note", "torch", f"{what} comes from conda, whose solver matched its build")]
+        return [finding("note", "torch", f"{torch_title} comes from conda, whose solver matched its build")]
     row, rccl = row_of(rows.torch_rocm, stack.torch), rows.rccl_of(stack.rocm)
     if row is None or stack.rocm not in row.rocm:
-        text = f"no row says that {what} is built for ROCm {stack.rocm}"
+        text = f"no row says that {torch_title} is built for ROCm {stack.rocm}"
         build = finding("unknown", "torch", text, LOOK_IT_UP)
     else:
-        text = f"{what} is built for ROCm {stack.rocm}: {torch_index(f'rocm{stack.rocm}')} has it"
+        text = f"{torch_title} is built for ROCm {stack.rocm}: {torch_index(f'rocm{stack.rocm}')} has it"
         build = finding("good", "torch", text, by=row)
     if rccl is None:
         text = f"no row says which RCCL ROCm {stack.rocm} has"
@@ -212,23 +216,23 @@ def _nccl_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
     if stack.nccl is None or stack.cuda is None or not stack.torch or stack.torch_origin == "conda":
         return []
     row = rows.pin(stack.torch, stack.cuda)
-    what = f"NCCL {stack.nccl} ({_NCCL_IS.get(stack.nccl_origin, stack.nccl_origin)})"
+    nccl_title = f"NCCL {stack.nccl} ({_NCCL_IS.get(stack.nccl_origin, stack.nccl_origin)})"
     torch = f"torch {stack.torch} for CUDA {stack.cuda}"
     if row is None and rows.is_newer(stack.torch):
         return []  # the link to torch says so
     if row is None:
-        return [finding("unknown", "nccl", f"{what}: no row says which NCCL {torch} pins", LOOK_IT_UP)]
+        return [finding("unknown", "nccl", f"{nccl_title}: no row says which NCCL {torch} pins", LOOK_IT_UP)]
     low, pins = older(stack.nccl, row.nccl), f"{torch} pins {row.nccl}"
     if low is None:
-        return [finding("unknown", "nccl", f"{what} cannot be compared: {pins}", LOOK_IT_UP)]
+        return [finding("unknown", "nccl", f"{nccl_title} cannot be compared: {pins}", LOOK_IT_UP)]
     if low:
-        text = f"{what} is older than torch's: {pins}, and torch may call what it lacks"
+        text = f"{nccl_title} is older than torch's: {pins}, and torch may call what it lacks"
         fix = f'set version = "{row.nccl}" or newer in [layers.nccl], or leave the layer out'
         return [finding("bad", "nccl", text, fix, by=row)]
     if stack.nccl_origin == "pin":
         inside = ", inside its wheel" if stack.nccl_in == "inside" else ""
         return [finding("good", "nccl", f"{pins}{inside}", by=row)]
-    return [finding("good", "nccl", f"{what}: {pins}; all ranks must have the same", by=row)]
+    return [finding("good", "nccl", f"{nccl_title}: {pins}; all ranks must have the same", by=row)]
 
 
 def _net_api_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
@@ -236,18 +240,18 @@ def _net_api_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
     if stack.plugin is None:
         return []
     plugin, nccl = row_of(rows.plugins, stack.plugin), row_of(rows.nccl, stack.nccl)
-    what = f"aws-ofi-nccl {stack.plugin}"
+    plugin_title = f"aws-ofi-nccl {stack.plugin}"
     if plugin is None:
-        return [finding("unknown", "plugin", f"no row says which net APIs {what} has", LOOK_IT_UP)]
+        return [finding("unknown", "plugin", f"no row says which net APIs {plugin_title} has", LOOK_IT_UP)]
     if stack.nccl is None:
-        text = f"{what} has net API {_span(plugin.apis)}; which NCCL opens it is not known"
+        text = f"{plugin_title} has net API {_span(plugin.apis)}; which NCCL opens it is not known"
         return [finding("unknown", "plugin", text, "pin torch, or make the lock with `envbuild lock`")]
     if nccl is None:
-        text = f"no row says which net APIs NCCL {stack.nccl} speaks; {what} has {_span(plugin.apis)}"
+        text = f"no row says which net APIs NCCL {stack.nccl} speaks; {plugin_title} has {_span(plugin.apis)}"
         return [finding("unknown", "plugin", text, LOOK_IT_UP)]
     both = set(nccl.apis) & set(plugin.apis)
     source, date = f"{nccl.source}; {plugin.source}", max(nccl.date, plugin.date)
-    speak = f"NCCL {stack.nccl} speaks net API {_span(nccl.apis)}, {what} has {_span(plugin.apis)}"
+    speak = f"NCCL {stack.nccl} speaks net API {_span(nccl.apis)}, {plugin_title} has {_span(plugin.apis)}"
     if both:
         library = plugin.library if stack.rocm is None else "librccl-net-ofi.so"
         text = f"{speak}: v{max(both)} is used, from {library}"
@@ -270,7 +274,7 @@ def _libfabric_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
         text = f"aws-ofi-nccl {stack.plugin} needs libfabric, and the recipe names none"
         fix = 'add [layers.libfabric], with kind = "host" where the nodes have it'
         return [finding("unknown", "libfabric", text, fix)]
-    what, findings = f"libfabric {stack.libfabric}", []
+    title, findings = f"libfabric {stack.libfabric}", []
     row, plugin = row_of(rows.libfabric, stack.libfabric), row_of(rows.plugins, stack.plugin)
     if plugin is not None:
         enough = matches(stack.libfabric, plugin.libfabric)
@@ -281,14 +285,14 @@ def _libfabric_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
         elif enough:
             findings.append(finding("good", "libfabric", f"{need}: {stack.libfabric}", by=plugin))
     if row is None:
-        return [*findings, finding("unknown", "libfabric", f"no row says what {what} has", LOOK_IT_UP)]
+        return [*findings, finding("unknown", "libfabric", f"no row says what {title} has", LOOK_IT_UP)]
     if stack.libfabric_origin == "host":
         text = (
-            f"{what} is the nodes': what is built against it must run with symbol version {row.symbol}"
+            f"{title} is the nodes': what is built against it must run with symbol version {row.symbol}"
             " at most; build it with the headers in its own folder"
         )
     else:
-        text = f"{what} has symbol version {row.symbol}: what is built against it needs that where it runs"
+        text = f"{title} has symbol version {row.symbol}: what is built against it needs that where it runs"
     return [*findings, finding("note", "libfabric", text, by=row)]
 
 
@@ -351,15 +355,15 @@ def _release_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
     for row in rows.packages:
         if key(versions.get(row.name, "")) != key(row.version) or stack.torch_origin == "conda":
             continue
-        what = f"{row.name} {row.version}"
+        title = f"{row.name} {row.version}"
         if stack.torch and matches(stack.torch, row.torch) is False:
-            text, wanted = f"{what} requires torch{row.torch}, here is {stack.torch}", row.torch.removeprefix("==")
-            fix = f"take torch {wanted}, or another {row.name}"
+            text, required = f"{title} requires torch{row.torch}, here is {stack.torch}", row.torch.removeprefix("==")
+            fix = f"take torch {required}, or another {row.name}"
             findings.append(finding("bad", "packages", text, fix, by=row))
         if matches(stack.python, row.requires_python) is False or (row.wheels and stack.python not in row.wheels):
             pythons = _range(row.wheels) if row.wheels else row.requires_python
             fix = f"take another {row.name}, or another Python"
-            text = f"{what} is for Python {pythons}, not {stack.python}"
+            text = f"{title} is for Python {pythons}, not {stack.python}"
             findings.append(finding("bad", "packages", text, fix, by=row))
     return findings
 
@@ -370,10 +374,10 @@ def _range(versions: tuple[str, ...]) -> str:
 
 def applies(rule: CompatRule, stack: Stack) -> bool:
     """Return whether `rule` applies to `stack`: every value that the rule names is known and matches."""
-    values = ((name, stack.value(name), wanted) for name, wanted in rule.when.items())
+    values = ((name, stack.value(name), condition) for name, condition in rule.when.items())
     return all(
-        found is not None and (found == wanted if name in EXACT else bool(matches(found, wanted)))
-        for name, found, wanted in values
+        actual is not None and (actual == condition if name in EXACT else bool(matches(actual, condition)))
+        for name, actual, condition in values
     )
 
 

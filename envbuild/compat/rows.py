@@ -43,8 +43,8 @@ def matches(version: str, specifier: str) -> bool | None:
 
     As in PEP 440, "<1.15" excludes pre-releases of 1.15, which resemble 1.15 more than the releases before it.
     """
-    found = key(version)
-    if found is None:
+    release = key(version)
+    if release is None:
         return None
     for clause in specifier.split(","):
         parts = _CLAUSE.fullmatch(clause)
@@ -52,12 +52,12 @@ def matches(version: str, specifier: str) -> bool | None:
         if parts is None or limit is None:
             return None
         holds = {
-            "==": found == limit,
-            "!=": found != limit,
-            ">=": found >= limit,
-            "<=": found <= limit,
-            ">": found > limit,
-            "<": found < limit and found != (limit[0], 0),
+            "==": release == limit,
+            "!=": release != limit,
+            ">=": release >= limit,
+            "<=": release <= limit,
+            ">": release > limit,
+            "<": release < limit and release != (limit[0], 0),
         }[parts[1]]
         if not holds:
             return False
@@ -178,7 +178,9 @@ class TorchRelease(Row):
     @property
     def build(self) -> TorchBuild:
         """Release as a TorchBuild row, which may be incomplete."""
-        cuda = tuple(one for one in dict.fromkeys((*self.builds, self.cuda)) if one not in (UNKNOWN, "cpu"))
+        cuda = tuple(
+            build_name for build_name in dict.fromkeys((*self.builds, self.cuda)) if build_name not in (UNKNOWN, "cpu")
+        )
         nccl = "wheel" if self.nccl not in ("", UNKNOWN) else ""
         versions, (default, glibc) = f"=={self.version}", (_stated(self.cuda), _stated(self.glibc))
         return TorchBuild(versions, self.arch, cuda, False, default, glibc, nccl, source=self.source, date=self.date)
@@ -240,8 +242,8 @@ class Rows:
 
     def release(self, torch: str, arch: str) -> TorchRelease | None:
         """Return the release of torch for `arch`."""
-        found = key(torch)
-        return next((row for row in self.releases if row.arch == arch and key(row.version) == found), None)
+        release_key = key(torch)
+        return next((row for row in self.releases if row.arch == arch and key(row.version) == release_key), None)
 
     def pin(self, torch: str, cuda: str) -> NcclPin | None:
         """Return the row with the NCCL that `torch` for CUDA `cuda` pins."""

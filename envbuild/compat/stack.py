@@ -60,8 +60,8 @@ class Stack:
     def value(self, name: str) -> str | None:
         """Return the value for a rule's `when`: a field as text, or the version of the package `name`."""
         if name in _FIELDS:
-            found = getattr(self, name)
-            return str(found).lower() if isinstance(found, bool) else found or None
+            value = getattr(self, name)
+            return str(value).lower() if isinstance(value, bool) else value or None
         return dict(self.packages).get(name)
 
 
@@ -74,12 +74,12 @@ def stack_of(loaded: LoadedRecipe, target: Target, packages: Mapping[str, str] |
     """Return the stack of `target` with locked `packages` and `conda` packages; None: with the recipe's pins."""
     recipe, table = loaded.recipe, loaded.recipe.targets[target.name]
     if packages is None:
-        found, origin = dict(_pins(recipe.requirements + table.requirements)), "recipe"
+        versions, origin = dict(_pins(recipe.requirements + table.requirements)), "recipe"
     else:
-        found = {normalise(name): version for name, version in packages.items()}
+        versions = {normalise(name): version for name, version in packages.items()}
         origin = "conda" if conda else "lock"
     names = ("torch", *_CONDA_TORCH) if conda else ("torch",)
-    torch = next((found[name] for name in names if name in found), None)
+    torch = next((versions[name] for name in names if name in versions), None)
     stack = Stack(
         arch=target.arch,
         python=recipe.python,
@@ -91,24 +91,24 @@ def stack_of(loaded: LoadedRecipe, target: Target, packages: Mapping[str, str] |
         torch=torch,
         torch_origin=origin if torch else "",
         base=recipe.image.base != "debian",
-        packages=() if conda else tuple(sorted({**dict(_pins(recipe.constraints)), **found}.items())),
+        packages=() if conda else tuple(sorted({**dict(_pins(recipe.constraints)), **versions}.items())),
     )
     if conda:
         stack = replace(
             stack,
-            nccl=found.get("nccl"),
-            nccl_origin="conda" if "nccl" in found else "",
-            plugin=found.get("aws-ofi-nccl"),
-            libfabric=found.get("libfabric"),
-            libfabric_origin="conda" if "libfabric" in found else "",
-            cuda=_conda_cuda(found) or stack.cuda if stack.cuda else None,
+            nccl=versions.get("nccl"),
+            nccl_origin="conda" if "nccl" in versions else "",
+            plugin=versions.get("aws-ofi-nccl"),
+            libfabric=versions.get("libfabric"),
+            libfabric_origin="conda" if "libfabric" in versions else "",
+            cuda=_conda_cuda(versions) or stack.cuda if stack.cuda else None,
         )
-    return _with_layers(_with_nccl(stack, target, found), loaded, target)
+    return _with_layers(_with_nccl(stack, target, versions), loaded, target)
 
 
-def _conda_cuda(found: Mapping[str, str]) -> str | None:
+def _conda_cuda(versions: Mapping[str, str]) -> str | None:
     """Return the CUDA version of the conda packages, which may be newer than the target's."""
-    version = found.get("cuda-version") or found.get("cudatoolkit") or ""
+    version = versions.get("cuda-version") or versions.get("cudatoolkit") or ""
     match = re.match(r"[0-9]+\.[0-9]+", version)
     return match[0] if match else None
 
@@ -120,7 +120,7 @@ def _pins(requirements: tuple[str, ...]) -> Iterator[tuple[str, str]]:
             yield name, match[1]
 
 
-def _with_nccl(stack: Stack, target: Target, found: Mapping[str, str]) -> Stack:
+def _with_nccl(stack: Stack, target: Target, versions: Mapping[str, str]) -> Stack:
     """Return `stack` with torch's own NCCL: the version of the locked wheel, else the pin of torch's release."""
     if stack.torch is None or stack.torch_origin == "conda":
         return stack
@@ -132,14 +132,14 @@ def _with_nccl(stack: Stack, target: Target, found: Mapping[str, str]) -> Stack:
         return stack
     build, pin = rows.torch_build(stack.torch, stack.arch), rows.pin(stack.torch, stack.cuda)
     stack = replace(stack, nccl_in=build.nccl if build and stack.cuda in build.cuda else "")
-    if locked := found.get(f"{target.family.nccl_wheel}{target.accelerator[:4]}"):
+    if locked := versions.get(f"{target.family.nccl_wheel}{target.accelerator[:4]}"):
         return replace(stack, nccl=locked, nccl_origin="lock")
     return replace(stack, nccl=pin.nccl, nccl_origin="pin") if pin else stack
 
 
 def _with_layers(stack: Stack, loaded: LoadedRecipe, target: Target) -> Stack:
-    wanted = ((name, table) for name, table in loaded.recipe.layers.items() if table.for_target(target.name))
-    for name, table in wanted:
+    tables = ((name, table) for name, table in loaded.recipe.layers.items() if table.for_target(target.name))
+    for name, table in tables:
         kind = layer_kind(name, table)
         if name == "nccl" and (stack.cuda or kind != "wheel"):
             stack = replace(stack, nccl=table.version, nccl_origin=kind)

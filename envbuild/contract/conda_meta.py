@@ -42,12 +42,12 @@ def conda_packages(records: list[dict[str, Any]]) -> list[Distribution]:
         generated = row.get("path_type") == "unix_python_entry_point"
         return row.get("original_path") or row["_path"], "" if generated else str(row.get("sha256") or "")
 
-    found = []
+    packages = []
     for record in records:
         digest = conda_digest(original(row) for row in _rows(record) if not row["_path"].endswith(".pyc"))
         inside = (row["_path"].partition("/site-packages/")[2] for row in _rows(record))
-        found.append(Distribution(str(record["name"]), str(record["version"]), digest, top_level(inside)))
-    return found
+        packages.append(Distribution(str(record["name"]), str(record["version"]), digest, top_level(inside)))
+    return packages
 
 
 def recorded_files(records: list[dict[str, Any]]) -> dict[str, set[str]]:
@@ -88,16 +88,16 @@ def survey_conda(
     inside = os.path.relpath(site_packages, root)
     try:
         records = read_records(root, host)
-        found = {package.name: package for package in conda_packages(records)}
+        packages = {package.name: package for package in conda_packages(records)}
         owned = owned_dist_infos(records, inside)
         files = {row["_path"]: row for record in records for row in _rows(record)}
     except (ValueError, KeyError, TypeError, AttributeError):
         # No installer writes such records: nothing is known, and everything differs from the lock.
         return {}, FileReport(altered=[META])
     for name, distribution in distributions(site_packages, owned, host).items():
-        found[f"{name} (pip)" if name in found else name] = distribution
+        packages[f"{name} (pip)" if name in packages else name] = distribution
     if known is not None:
-        return found, known
+        return packages, known
     others = {os.path.join(root, path) for path in files}
     report = check_files(site_packages, owned, others, host)
     for paths in (report.missing, report.altered, report.unowned):
@@ -105,7 +105,7 @@ def survey_conda(
     for path, row in files.items():
         if not path.endswith(".pyc"):
             report.check(path, partial(_is_intact, os.path.join(root, path), row, report, host))
-    return found, report
+    return packages, report
 
 
 def quick_names(root: Path, site_packages: Path) -> set[tuple[str, str]]:
@@ -114,18 +114,18 @@ def quick_names(root: Path, site_packages: Path) -> set[tuple[str, str]]:
     Packages of conda have the name in conda-meta, packages from pip their normalized name. A missing .dist-info folder
     of a conda package is returned with the version "missing". Raises OSError.
     """
-    found: set[tuple[str, str]] = set()
+    names: set[tuple[str, str]] = set()
     owned: set[str] = set()
     for path in (root / META).glob("*.json"):
         name, _, version = path.stem.rpartition("-")[0].rpartition("-")
-        found.add((name, version))
+        names.add((name, version))
         owned |= {os.fsdecode(folder) for folder in _DIST_INFO.findall(path.read_bytes())}
     here = {name for name in os.listdir(site_packages) if name.endswith(".dist-info")}
     for folder in here - owned:
         name, _, version = folder[: -len(".dist-info")].partition("-")
-        found.add((normalise(name), version))
-    found |= {(folder, "missing") for folder in owned - here}
-    return found
+        names.add((normalise(name), version))
+    names |= {(folder, "missing") for folder in owned - here}
+    return names
 
 
 def _rows(record: dict[str, Any]) -> list[dict[str, Any]]:

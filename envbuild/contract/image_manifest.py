@@ -145,8 +145,8 @@ def _parsed(line: bytes) -> tuple[str, PathRow]:
         raise ValueError(f"unexpected row: {line[:80]!r}")
     if not all(type(number) is int for number in (mode, uid, gid, size)):
         raise ValueError(f"unexpected row: {line[:80]!r}")
-    found = tuple((name, bytes.fromhex(data)) for name, data in xattrs[0].items()) if xattrs else ()
-    return path, PathRow(kind, mode, uid, gid, size, value, found)
+    attributes = tuple((name, bytes.fromhex(data)) for name, data in xattrs[0].items()) if xattrs else ()
+    return path, PathRow(kind, mode, uid, gid, size, value, attributes)
 
 
 def compare(manifest: FileManifest, path_rows: Mapping[str, PathRow], form: str) -> FileReport:

@@ -140,7 +140,7 @@ def distributions(
     A second distribution with the same name is returned as "name (second)": otherwise one of them would be hidden from
     comparisons.
     """
-    found: dict[str, Distribution] = {}
+    by_name: dict[str, Distribution] = {}
     for folder in sorted(set(files.names(str(site_packages))).difference(without)):
         if not folder.endswith((".dist-info", ".egg-info")):
             continue
@@ -156,15 +156,15 @@ def distributions(
         except OSError:
             digest = "missing"
         name = normalise(raw)
-        found[f"{name} (second)" if name in found else name] = Distribution(name, version, digest, modules, slim)
-    return found
+        by_name[f"{name} (second)" if name in by_name else name] = Distribution(name, version, digest, modules, slim)
+    return by_name
 
 
 def _read_slim(path: str, files: Files) -> dict[str, Any]:
     """Return the facts about a slim wheel for the receipt; {} for invalid metadata, whose RECORD check fails."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         did = json.loads(files.read(path))
-        blanked = {path: {name: one[name] for name in ("original", "sha256")} for path, one in did["blanked"].items()}
+        blanked = {path: {name: row[name] for name in ("original", "sha256")} for path, row in did["blanked"].items()}
         kept = {name: did[name] for name in ("rules", "wheel", "bytes")}
         return {**kept, "removed": len(did["removed"]), "blanked": blanked}
     return {}
@@ -264,10 +264,10 @@ def record_rows(text: str) -> Iterator[list[str]]:
 
 
 def _is_recorded(path: str, expected: str, size: int | None, files: Files) -> bool:
-    algorithm, _, wanted = expected.partition("=")
+    algorithm, _, encoded = expected.partition("=")
     if size is not None and files.size(path) != size:
         return False
-    return base64.urlsafe_b64encode(files.digest(path, algorithm)).rstrip(b"=").decode() == wanted
+    return base64.urlsafe_b64encode(files.digest(path, algorithm)).rstrip(b"=").decode() == encoded
 
 
 def file_digest(path: str | Path, algorithm: str = "sha256", heads: dict[str, bytes] | None = None) -> bytes:

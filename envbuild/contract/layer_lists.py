@@ -114,7 +114,7 @@ def list_files(folder: Path, known: Mapping[str, str] = {}) -> tuple[LayerFile, 
             files.append(LayerFile(name, info.st_size, digest, executable=bool(info.st_mode & 0o111)))
         else:
             raise ValueError(f"{name} is neither file nor link")
-    return tuple(sorted(files, key=lambda one: one.path))
+    return tuple(sorted(files, key=lambda row: row.path))
 
 
 def parse_list(text: bytes) -> LayerList:
@@ -139,7 +139,7 @@ def _file(row: Mapping[str, Any]) -> LayerFile:
 
 def check_layers(root: Path, report: FileReport | None, files: Files = HOST) -> dict[str, str]:
     """Return name → digest of the layers' lists, "" for an invalid one; add differences of their files to `report`."""
-    found: dict[str, str] = {}
+    faults: dict[str, str] = {}
     lists = f"{root}/{LAYER_LISTS}"
     for name in sorted(files.names(lists)) if files.is_folder(lists) else ():
         if not name.endswith(".json"):
@@ -147,11 +147,11 @@ def check_layers(root: Path, report: FileReport | None, files: Files = HOST) -> 
         try:
             known = parse_list(files.read(f"{lists}/{name}"))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            found[name.removesuffix(".json")] = ""
+            faults[name.removesuffix(".json")] = ""
             continue
-        found[known.name] = known.digest
-        for one in known.files if report else ():
+        faults[known.name] = known.digest
+        for row in known.files if report else ():
             assert report is not None
-            report.bytes += one.size
-            report.check(f"{one.path} (layer {known.name})", partial(one.is_at, f"{root}/{one.path}", files))
-    return found
+            report.bytes += row.size
+            report.check(f"{row.path} (layer {known.name})", partial(row.is_at, f"{root}/{row.path}", files))
+    return faults

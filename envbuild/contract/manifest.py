@@ -91,24 +91,24 @@ def write_manifest(root: Path, workers: int, read: Mapping[Stat, str] = {}) -> t
     `read` has the sha256 of linked files that were read before, by stat. Raises BuildError for a file that cannot be
     read, and for a path that is no file, link or folder; OSError.
     """
-    manifest, text, found = list_tree(root, workers, read)
+    manifest, text, stats = list_tree(root, workers, read)
     (root / FILE).write_text(text, encoding="ascii")
-    return manifest, found
+    return manifest, stats
 
 
 def list_tree(
     root: Path, workers: int, read: Mapping[Stat, str] = {}, without: str = ""
 ) -> tuple[Manifest, str, dict[str, Stat]]:
     """Return the manifest of `root` without the file `without`, its text, and the files' stat; see `write_manifest`."""
-    found, lines = scan(root), list[str]()
-    found.pop(without, None)
-    rows = dict(zip(found, _rows(root, list(found.items()), workers, read), strict=True))
+    stats, lines = scan(root), list[str]()
+    stats.pop(without, None)
+    rows = dict(zip(stats, _rows(root, list(stats.items()), workers, read), strict=True))
     if wrong := next((path for path, row in rows.items() if row == _NO_FILE), ""):
         raise BuildError(f"{root / wrong} is neither a file nor a link nor a folder, or cannot be read")
     for path, row in sorted(rows.items()):
         lines.append(json.dumps([path, row.target] if row.target else [path, row.mode, row.size, row.sha256]) + "\n")
     text = "".join(lines)
-    return Manifest(rows, digest_of(text.encode())), text, found
+    return Manifest(rows, digest_of(text.encode())), text, stats
 
 
 def read_manifest(root: Path) -> Manifest | None:
@@ -138,8 +138,8 @@ def _row(fields: Sequence[object]) -> Listed:
 
 def scan(root: Path) -> dict[str, Stat]:
     """Return the stat of every path below `root` except folders, by path; follow no links. Raises OSError."""
-    found = {path: stat_of(info) for path, info in walk_stats(root)}
-    return {path: found[path] for path in sorted(found.keys() - _USERS)}
+    stats = {path: stat_of(info) for path, info in walk_stats(root)}
+    return {path: stats[path] for path in sorted(stats.keys() - _USERS)}
 
 
 def stat_of(info: os.stat_result) -> Stat:
@@ -150,7 +150,7 @@ def stat_of(info: os.stat_result) -> Stat:
 def check(
     root: Path,
     manifest: Manifest,
-    found: Mapping[str, Stat],
+    stats: Mapping[str, Stat],
     known: Mapping[str, Stat],
     interpreter: str,
     workers: int,
@@ -158,16 +158,16 @@ def check(
     timeout_s: float = math.inf,
     heads: dict[str, bytes] | None = None,
 ) -> tuple[FileReport, dict[str, Stat]]:
-    """Compare the files `found` at `root` with its `manifest`; also return the stat of the unchanged files.
+    """Compare the files `stats` at `root` with its `manifest`; also return the stat of the unchanged files.
 
     Files whose stat is in `known` are not read again. `interpreter` compiles sources to compare bytecode that neither
     the manifest nor `store` (if given) knows; with "", such bytecode is not judged. `heads` gets the first bytes of the
     files that are read, by their paths. Raises OSError, and TimeoutError when reading takes longer than `timeout_s`.
     """
     report = FileReport()
-    report.files, report.bytes = len(found), sum(info[1] for info in found.values())
-    report.missing = sorted(manifest.rows.keys() - found.keys())
-    changed = [(path, info) for path, info in found.items() if known.get(path) != info]
+    report.files, report.bytes = len(stats), sum(info[1] for info in stats.values())
+    report.missing = sorted(manifest.rows.keys() - stats.keys())
+    changed = [(path, info) for path, info in stats.items() if known.get(path) != info]
     listed = [(path, info) for path, info in changed if path in manifest.rows]
     rows_now = _rows(root, listed, workers, timeout_s=timeout_s, heads=heads)
     now = dict(zip((path for path, _ in listed), rows_now, strict=True))
@@ -177,7 +177,7 @@ def check(
     report.altered = sorted(differing - bytecode)
     report.unowned = sorted(path for path in others - bytecode if "/__pycache__/" not in path)
     if interpreter and not (report.missing or report.altered or report.unowned):
-        rows = dict(zip(sorted(bytecode), _rows(root, [(p, found[p]) for p in sorted(bytecode)], workers), strict=True))
+        rows = dict(zip(sorted(bytecode), _rows(root, [(p, stats[p]) for p in sorted(bytecode)], workers), strict=True))
         compiled = _compiled(manifest, store) if store else {}
         # Python writes regular files alone: what a link leads to may change later, and a pipe may never be read.
         strange = [path for path, row in rows.items() if not row.sha256]
@@ -186,8 +186,8 @@ def check(
             log(f"{root}: comparing the bytecode of {len(new)} modules with their sources, once …")
         report.altered = sorted([*strange, *other_code(root, new, interpreter, workers)])
         bytecode = set()
-    good = found.keys() - bytecode.union(report.altered, report.unowned)
-    return report, {path: found[path] for path in sorted(good)}
+    good = stats.keys() - bytecode.union(report.altered, report.unowned)
+    return report, {path: stats[path] for path in sorted(good)}
 
 
 def _rows(
@@ -254,8 +254,8 @@ def seal(root: Path, manifest: Manifest, files: Mapping[str, Stat], store: SealS
 def _compiled(manifest: Manifest, store: SealStore) -> dict[str, list[str]]:
     """Return the recorded sha256 of bytecode in environments of `manifest`, by path."""
     with suppress(OSError, ValueError):
-        found = parse_json(_known_code(manifest, store).read_bytes())
-        return found if isinstance(found, dict) else {}
+        rows = parse_json(_known_code(manifest, store).read_bytes())
+        return rows if isinstance(rows, dict) else {}
     return {}
 
 
@@ -280,13 +280,13 @@ def changes(
     manifest = read_manifest(root)
     if manifest is None or expected not in ("", manifest.digest):
         return [FILE] if expected else []
-    known, found = None if exact else sealed(root, manifest, store), scan(root)
-    if found == known:
+    known, stats = None if exact else sealed(root, manifest, store), scan(root)
+    if stats == known:
         return []
     if known is None:
         log(f"{root}: reading every file, to compare it with the manifest …")
     interpreter = state.interpreter if os.access(state.interpreter, os.X_OK) else ""
-    report, good = check(root, manifest, found, known or {}, interpreter, workers, None if exact else store)
+    report, good = check(root, manifest, stats, known or {}, interpreter, workers, None if exact else store)
     wrong = [*report.missing, *report.altered, *report.unowned]
     if not wrong:
         seal(root, manifest, good, store)
@@ -319,7 +319,9 @@ def other_code(root: Path, paths: Sequence[str], interpreter: str, workers: int)
             program = shipped("ddp_train") / "preflight/bytecode.py"
             done = process.run([interpreter, *options, program, job], check=False)
         if done.returncode != 0:  # marshal may crash on what is no bytecode
-            return list(share) if len(share) == 1 else [path for one in share for path in compare([one], None)]
+            return (
+                list(share) if len(share) == 1 else [path for path_name in share for path in compare([path_name], None)]
+            )
         return [os.path.relpath(json.loads(line), root) for line in done.stdout.splitlines()]
 
     shares = [paths[start : start + _SHARE] for start in range(0, len(paths), _SHARE)]

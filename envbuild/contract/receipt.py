@@ -127,12 +127,12 @@ def record_push(path: Path, digest: str, reference: str, *places: Path) -> None:
 def recorded_gpu_code(receipt: Mapping[str, Any]) -> dict[str, Containers]:
     """Return the containers of each library from the check `gpus` of a receipt; {} for a receipt without this check."""
     try:
-        found: Mapping[str, Any] = next(
+        libraries: Mapping[str, Any] = next(
             (check["evidence"]["libraries"] for check in receipt["checks"] if check["name"] == "gpus"), {}
         )
         return {
-            path: Containers({tuple(codes.split()): int(count) for codes, count in one.items()})
-            for path, one in found.items()
+            path: Containers({tuple(codes.split()): int(count) for codes, count in counts.items()})
+            for path, counts in libraries.items()
         }
     except (LookupError, TypeError, ValueError, AttributeError):
         return {}

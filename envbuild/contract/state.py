@@ -118,13 +118,13 @@ def site_packages(path: Path, python: str) -> Path:
     return path / "lib" / f"python{python}" / "site-packages"
 
 
-def has_packages(root: Path, state: State, found: Iterable[tuple[str, str]]) -> bool:
-    """Return whether `found`, (name, version) of the packages in the environment at `root`, match its `state`.
+def has_packages(root: Path, state: State, names: Iterable[tuple[str, str]]) -> bool:
+    """Return whether `names`, (name, version) of the packages in the environment at `root`, match its `state`.
 
     The lists of its source layers must exist, too; their content is not read.
     """
     packages = {(name, version) for name, version, _ in state.packages}
-    return set(found) == packages and all(
+    return set(names) == packages and all(
         (root / list_path(layer.name)).exists() for layer in state.layers if layer.files
     )
 

@@ -161,21 +161,21 @@ class VerifySettings(Thoroughness):
         """Return these settings with `options` that are not None."""
         return replace(self, **{name: value for name, value in options.items() if value is not None})
 
-    def covers(self, wanted: VerifySettings) -> bool:
-        """Return whether a verification by these settings is at least as thorough as one by `wanted`."""
-        same = _SAME_QUICK if wanted.quick else _SAME
-        if any(getattr(self, name) != getattr(wanted, name) for name in same):
+    def covers(self, other: VerifySettings) -> bool:
+        """Return whether a verification by these settings is at least as thorough as one by `other`."""
+        same = _SAME_QUICK if other.quick else _SAME
+        if any(getattr(self, name) != getattr(other, name) for name in same):
             return False
         # On a host with fewer GPUs than the recipe has ranks, the next verification would have as few.
         ranks = self.nodes * max(self.nproc_per_node, self.wanted_nproc_per_node)
-        return wanted.quick or (
-            set(self.gpus) >= set(wanted.gpus)
-            and self.nodes >= wanted.nodes
-            and ranks >= wanted.nodes * wanted.nproc_per_node
-            and self.epochs >= wanted.epochs
-            and self.loss_tolerance <= wanted.loss_tolerance
-            and self.busbw_floor >= wanted.busbw_floor
-            and (self.faults or not wanted.faults)
+        return other.quick or (
+            set(self.gpus) >= set(other.gpus)
+            and self.nodes >= other.nodes
+            and ranks >= other.nodes * other.nproc_per_node
+            and self.epochs >= other.epochs
+            and self.loss_tolerance <= other.loss_tolerance
+            and self.busbw_floor >= other.busbw_floor
+            and (self.faults or not other.faults)
             and not self.quick
         )
 
@@ -213,7 +213,9 @@ def _parse(default: Settings, table: Mapping[str, Any]) -> Settings:
         value, old = table[field.name], getattr(default, field.name)
         if isinstance(old, ExpectTable) and isinstance(value, dict):
             value = _parse(old, value)
-        elif isinstance(old, tuple) and isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
+        elif (
+            isinstance(old, tuple) and isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+        ):
             value = tuple(value)
         elif isinstance(old, float) and type(value) is int:
             value = float(value)

@@ -144,14 +144,14 @@ class _Selection:
         return text
 
 
-def resolve(index: PackageIndex, wanted: Iterable[str], without: Iterable[str], arch: str) -> list[Package]:
-    """Return `wanted` and all dependencies, sorted by name. `arch` is Debian's name of the architecture.
+def resolve(index: PackageIndex, roots: Iterable[str], without: Iterable[str], arch: str) -> list[Package]:
+    """Return `roots` and all dependencies, sorted by name. `arch` is Debian's name of the architecture.
 
-    Packages in `without` and their exclusive dependencies are left out even if others depend on them; `wanted` packages
+    Packages in `without` and their exclusive dependencies are left out even if others depend on them; `roots`
     never are. Raises LockError for an unknown name, an unsatisfiable dependency, and packages that conflict with each
     other.
     """
-    names = sorted(set(wanted))
+    names = sorted(set(roots))
     left_out = frozenset(without) - set(names)
     selection = _Selection()
     waiting: deque[Package] = deque()
@@ -167,12 +167,12 @@ def resolve(index: PackageIndex, wanted: Iterable[str], without: Iterable[str], 
             usable = [r for r in group if r.qualifier in _ANY or r.qualifier == arch]
             if any(True for relation in usable for _ in selection.meeting(relation)):
                 continue
-            found = _first(index, usable)
-            if not found:
+            usable_names = _first(index, usable)
+            if not usable_names:
                 raise _unmet(index, selection, package, group)
-            if not found.isdisjoint(left_out):
+            if not usable_names.isdisjoint(left_out):
                 continue
-            chosen = index.packages[min(found)]
+            chosen = index.packages[min(usable_names)]
             selection.add(chosen, package.name)
             waiting.append(chosen)
     _check_conflicts(selection)
@@ -212,7 +212,11 @@ def _check_conflicts(selection: _Selection) -> None:
 
 def _unmet(index: PackageIndex, selection: _Selection, package: Package, group: _Group) -> LockError:
     needs = " | ".join(map(str, group))
-    has = [f"{relation.name} is {found.version}" for relation in group if (found := index.packages.get(relation.name))]
+    has = [
+        f"{relation.name} is {installed.version}"
+        for relation in group
+        if (installed := index.packages.get(relation.name))
+    ]
     return LockError(
         f"nothing meets {needs}, needed by {selection.chain(package.name)}"
         + (f"; {', '.join(has)}" if has else "; no package has that name or provides it"),
@@ -279,11 +283,13 @@ def _add_first(
             release = fetch_release(archive, client, keys)
             now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
             if release.valid_until and release.valid_until < now and "snapshot" not in archive.url:
-                told = f"{archive}: its Release file expired on {release.valid_until}: newer security fixes are missing"
+                message = (
+                    f"{archive}: its Release file expired on {release.valid_until}: newer security fixes are missing"
+                )
                 if not allow_expired:
                     expired = True
-                    raise LockError(told)
-                log(f"warning: {told}")
+                    raise LockError(message)
+                log(f"warning: {message}")
             for component in archive.components:
                 with transfer(f"package list of {archive} {component} for {arch}", None) as on_progress:
                     path = fetch_packages(release, component, arch, client, blobs, on_progress)

@@ -91,9 +91,9 @@ def paragraphs(text: str) -> Iterator[str]:
             yield part.strip("\n")
 
 
-def compare_versions(one: str, other: str) -> int:
-    """Return -1, 0 or 1 if `one` is older than, equal to or newer than `other`. Raises LockError if invalid."""
-    left, right = _key(one), _key(other)
+def compare_versions(first: str, second: str) -> int:
+    """Return -1, 0 or 1 if `first` is older than, equal to or newer than `second`. Raises LockError if invalid."""
+    left, right = _key(first), _key(second)
     return (left > right) - (left < right)
 
 

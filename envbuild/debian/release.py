@@ -329,12 +329,12 @@ def _why(asked: Sequence[str], keys: Sequence[Cert]) -> str | None:
 
     if not asked:
         return None
-    wanted = [name.lower() for name in asked]
+    fingerprints = [name.lower() for name in asked]
     reasons = []
     for cert in keys:
         prints = {p.fingerprint for p in PacketPile.from_bytes(bytes(cert))} - {None}
         # A signature names its key by fingerprint, an old one by the fingerprint's last 16 digits.
-        if not any(str(own).endswith(name) for own in prints for name in wanted):
+        if not any(str(own).endswith(name) for own in prints for name in fingerprints):
             continue
         try:
             ends = cert.expiration
@@ -347,7 +347,7 @@ def _why(asked: Sequence[str], keys: Sequence[Cert]) -> str | None:
             reasons.append(f"the key {cert.fingerprint} is revoked")
         else:
             reasons.append(f"the signature by {cert.fingerprint} does not fit the content")
-    return "; ".join(reasons) or f"signed by unknown keys alone ({', '.join(wanted)})"
+    return "; ".join(reasons) or f"signed by unknown keys alone ({', '.join(fingerprints)})"
 
 
 def _unsigned(where: str) -> LockError:

@@ -56,13 +56,13 @@ class Control:
 
 def read_control(path: Path, name: str) -> Control:
     """Return the control data of the package `name` at `path`. Raises BuildError for a faulty package."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for entry, content in _members(path, name, "control.tar"):
         if entry.path in ("control", "conffiles", "md5sums") and content is not None:
             if entry.size > _MAX_CONTROL:
                 raise _faulty(name, f"its {entry.path} has {entry.size} bytes")
-            found[entry.path] = content.read().decode("utf-8", "replace")
-    text = found.get("control", "").strip("\n")
+            texts[entry.path] = content.read().decode("utf-8", "replace")
+    text = texts.get("control", "").strip("\n")
     try:
         fields = parse_control(text, f"the package {name}")
     except LockError as error:
@@ -70,9 +70,9 @@ def read_control(path: Path, name: str) -> Control:
     if fields.get("package") != name:
         raise _faulty(name, f"its control file is of {fields.get('package')!r}")
     # "remove-on-upgrade PATH" names a file that the package no longer has.
-    lines = [line for line in found.get("conffiles", "").splitlines() if line.startswith("/")]
+    lines = [line for line in texts.get("conffiles", "").splitlines() if line.startswith("/")]
     conffiles = tuple(relative(line.strip().lstrip("/"), name) for line in lines)
-    return Control(text, fields, conffiles, found.get("md5sums", ""))
+    return Control(text, fields, conffiles, texts.get("md5sums", ""))
 
 
 def read_data(path: Path, name: str) -> Tree:
@@ -149,8 +149,8 @@ def _where(name: str) -> str:
     return f"the package {name} cannot be unpacked"
 
 
-def _faulty(name: str, what: str) -> BuildError:
-    return BuildError(f"{_where(name)}: {what}", _HINT)
+def _faulty(name: str, problem: str) -> BuildError:
+    return BuildError(f"{_where(name)}: {problem}", _HINT)
 
 
 # Files of packages from which other files are generated.

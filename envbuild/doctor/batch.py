@@ -28,8 +28,11 @@ def contradictions(site: Site) -> Iterator[HostFinding]:
     limits = {*site.kubernetes.resources}
     for family in gpu_families():
         if family.kubernetes in limits:
-            what, hint = f"{family.kubernetes} is asked for by [node] gpus", "set [node] gpus, and remove it here"
-            yield _bad("[kubernetes] resources", what, hint)
+            key_problem, hint = (
+                f"{family.kubernetes} is asked for by [node] gpus",
+                "set [node] gpus, and remove it here",
+            )
+            yield _bad("[kubernetes] resources", key_problem, hint)
     limits |= {"cpu"} if site.node.cpus else set()
     limits |= {"memory"} if site.node.memory else set()
     if problem := huge_pages_problem(limits):
@@ -61,7 +64,9 @@ def _scheduler(site: Site) -> Iterator[HostFinding]:
         yield _odd("[node] memory", f"is not used with {kind}", "leave it out")
     for text in scheduler.directives:
         if text.startswith("#"):
-            markers = listed(tuple(one.script.marker for one in SCHEDULERS.values() if one.script), "and")
+            markers = listed(
+                tuple(batch_system.script.marker for batch_system in SCHEDULERS.values() if batch_system.script), "and"
+            )
             yield _bad("[scheduler] directives", f"{text!r}: {markers} are added to each", "leave them out")
         elif chosen and (option := chosen.own_option(text)):
             hint = "use the key of [scheduler] or [node], or an option of `envbuild job`"
@@ -107,8 +112,8 @@ def _no_pods(site: Site) -> Iterator[HostFinding]:
         hint = 'leave the table out, or kind = "kubernetes"'
         yield _odd("[kubernetes]", f"is not used with the scheduler {kind}", hint)
     if kind in SCHEDULERS and not site.paths.shared:
-        what = "is not said: artifacts and snapshots must lie where all nodes see them"
-        yield _odd("[paths] shared", what, 'shared = "/fsx/{user}" or what this site has')
+        problem = "is not said: artifacts and snapshots must lie where all nodes see them"
+        yield _odd("[paths] shared", problem, 'shared = "/fsx/{user}" or what this site has')
 
 
 def _environment(site: Site) -> Iterator[HostFinding]:
@@ -142,12 +147,12 @@ def duration(text: str) -> int | None:
     return days * 86400 + hours * 3600 + minutes * 60 + last
 
 
-def _bad(name: str, what: str, hint: str) -> HostFinding:
-    return HostFinding(name, "fail", what, hint)
+def _bad(name: str, text: str, hint: str) -> HostFinding:
+    return HostFinding(name, "fail", text, hint)
 
 
-def _odd(name: str, what: str, hint: str) -> HostFinding:
-    return HostFinding(name, "warn", what, hint)
+def _odd(name: str, text: str, hint: str) -> HostFinding:
+    return HostFinding(name, "warn", text, hint)
 
 
 _DOCKER_S = 3.0
@@ -161,15 +166,15 @@ def slurm(host: Host) -> Iterator[HostFinding]:
         return
     code, version = run_probe([tool, "--version"], host.variables)
     version = first_line(version) if code == 0 else "Slurm's tools"
-    code, said = run_probe([tool, "ping"], host.variables)
-    if code != 0 or " is DOWN" in said:
-        what = f"{version}, but its controller does not answer: {first_line(said)}"
+    code, output = run_probe([tool, "ping"], host.variables)
+    if code != 0 or " is DOWN" in output:
+        text = f"{version}, but its controller does not answer: {first_line(output)}"
         hint = "on a cluster: ask its administrator; else only its tools are installed"
-        yield HostFinding("Slurm", "info", what, hint, {"path": tool, "answers": False})
+        yield HostFinding("Slurm", "info", text, hint, {"path": tool, "answers": False})
         return
-    found = queues("slurm", host.variables) or []
-    facts = {"path": tool, "answers": True, "partitions": [queue.name for queue in found]}
-    names = ", ".join(f"{p.name}{'*' if p.default else ''} ({p.nodes} nodes)" for p in found)
+    queue_list = queues("slurm", host.variables) or []
+    facts = {"path": tool, "answers": True, "partitions": [queue.name for queue in queue_list]}
+    names = ", ".join(f"{p.name}{'*' if p.default else ''} ({p.nodes} nodes)" for p in queue_list)
     yield HostFinding("Slurm", "ok", f"{version}; partitions {names or 'none'}", facts=facts)
     pyxis = has_pyxis(host.variables)
     if pyxis:
@@ -186,8 +191,8 @@ def queues(name: str, variables: Mapping[str, str]) -> list[Queue] | None:
     tool = find(facts.list_queues[0], variables) if facts else None
     if facts is None or tool is None:
         return None
-    code, said = run_probe([tool, *facts.list_queues[1:]], variables)
-    return facts.queues(said) if code == 0 else None
+    code, output = run_probe([tool, *facts.list_queues[1:]], variables)
+    return facts.queues(output) if code == 0 else None
 
 
 def has_pyxis(variables: Mapping[str, str]) -> bool | None:
@@ -217,16 +222,16 @@ def scheduler(name: str, host: Host) -> Iterator[HostFinding]:
     tool = find(SCHEDULERS[name].submission.command[0], host.variables)
     if facts is None or tool is None:
         return
-    code, said = run_probe([tool, *facts.version], host.variables)
-    version = first_line(said, 60) if code == 0 else tool
-    found = queues(name, host.variables)
-    if found is None:
-        what = f"{version}; {facts.list_queues[0]} lists no queues"
-        yield HostFinding(TITLES[name], "info", what, facts={"path": tool, "queues": None})
+    code, output = run_probe([tool, *facts.version], host.variables)
+    version = first_line(output, 60) if code == 0 else tool
+    queue_list = queues(name, host.variables)
+    if queue_list is None:
+        text = f"{version}; {facts.list_queues[0]} lists no queues"
+        yield HostFinding(TITLES[name], "info", text, facts={"path": tool, "queues": None})
     else:
-        names = [queue.name for queue in found]
-        what = f"{version}; queues {', '.join(names) or 'none'}"
-        yield HostFinding(TITLES[name], "ok", what, facts={"path": tool, "queues": names})
+        names = [queue.name for queue in queue_list]
+        text = f"{version}; queues {', '.join(names) or 'none'}"
+        yield HostFinding(TITLES[name], "ok", text, facts={"path": tool, "queues": names})
     yield from _allocation(name, host)
 
 
@@ -245,13 +250,13 @@ def kubernetes(host: Host) -> list[HostFinding]:
     if host.offline:
         return [HostFinding("Kubernetes", "info", f"{tool}; not asked (--offline)", facts={"path": tool})]
     command = [tool, "--request-timeout=2s", "api-resources", "--no-headers", "--output=name"]
-    code, said = run_probe(command, host.variables)
+    code, output = run_probe(command, host.variables)
     if code != 0:
         # kubectl prints its log first, its message to the user last.
-        why = first_line(said.splitlines()[-1]) if said else "nothing is said"
-        what = f"kubectl is here, and no cluster answers: {why}"
-        return [HostFinding("Kubernetes", "info", what, "set KUBECONFIG where there is a cluster", {"path": tool})]
-    kinds = [k for k in ("pytorchjobs.kubeflow.org", "trainjobs.trainer.kubeflow.org") if k in said.split()]
+        why = first_line(output.splitlines()[-1]) if output else "nothing is said"
+        text = f"kubectl is here, and no cluster answers: {why}"
+        return [HostFinding("Kubernetes", "info", text, "set KUBECONFIG where there is a cluster", {"path": tool})]
+    kinds = [k for k in ("pytorchjobs.kubeflow.org", "trainjobs.trainer.kubeflow.org") if k in output.split()]
     facts = {"path": tool, "kinds": kinds, "answers": True}
     if kinds:
         return [HostFinding("Kubernetes", "ok", f"answers; training jobs: {', '.join(kinds)}", facts=facts)]
@@ -269,17 +274,17 @@ def docker_daemon(host: Host) -> list[HostFinding]:
             client.api.timeout = _DOCKER_S
             info, version = client.info(), client.version()
     except HostError as error:
-        what = error.message.splitlines()[0][:200]
-        return [HostFinding("docker daemon", "info", what, error.hint or "", {"answers": False})]
+        text = error.message.splitlines()[0][:200]
+        return [HostFinding("docker daemon", "info", text, error.hint or "", {"answers": False})]
     driver, runtimes = info.get("Driver", "?"), sorted(info.get("Runtimes") or {})
     facts = {"answers": True, "version": version.get("Version"), "driver": driver}
     facts |= {"runtimes": runtimes, "arch": version.get("Arch")}
-    what = f"{facts['version']}, storage driver {driver}"
-    what += ", with NVIDIA's runtime" if "nvidia" in runtimes else ""
+    text = f"{facts['version']}, storage driver {driver}"
+    text += ", with NVIDIA's runtime" if "nvidia" in runtimes else ""
     if driver != "vfs":
-        return [HostFinding("docker daemon", "ok", what, facts=facts)]
+        return [HostFinding("docker daemon", "ok", text, facts=facts)]
     hint = "vfs copies every layer: let the daemon use overlay2 or containerd's store"
-    return [HostFinding("docker daemon", "warn", what, hint, facts)]
+    return [HostFinding("docker daemon", "warn", text, hint, facts)]
 
 
 def on_site(site: Site, variables: Mapping[str, str]) -> bool:
@@ -297,23 +302,23 @@ def judge_scheduler(site: Site, variables: Mapping[str, str]) -> Iterable[HostFi
     facts = SCHEDULERS[kind].host
     if facts is None:
         return _cluster(site, variables)
-    found = queues(kind, variables)
-    if found is None:
+    queue_list = queues(kind, variables)
+    if queue_list is None:
         return [elsewhere("[scheduler] kind", f"no {TITLES[kind]} answers on this host")]
-    return _queue(site, facts.queue, found)
+    return _queue(site, facts.queue, queue_list)
 
 
-def _queue(site: Site, word: str, found: list[Queue]) -> Iterator[HostFinding]:
-    wanted, title = site.scheduler.partition, TITLES[site.scheduler.kind]
-    names = ", ".join(queue.name for queue in found)
-    chosen = next((queue for queue in found if (queue.name == wanted if wanted else queue.default)), None)
-    if chosen is None and wanted:
-        near = closest(wanted, [queue.name for queue in found])
-        what = f"there is no {word} {wanted!r}" + (f"; did you mean {near!r}?" if near else "")
-        yield HostFinding("[scheduler] partition", "fail", what, f"there are {names or 'none'}")
-    elif chosen is None and any(queue.default is not None for queue in found):
-        what = f"is not said, and {title} has no default"
-        yield HostFinding("[scheduler] partition", "fail", what, f"one of {names}")
+def _queue(site: Site, word: str, queue_list: list[Queue]) -> Iterator[HostFinding]:
+    partition, title = site.scheduler.partition, TITLES[site.scheduler.kind]
+    names = ", ".join(queue.name for queue in queue_list)
+    chosen = next((queue for queue in queue_list if (queue.name == partition if partition else queue.default)), None)
+    if chosen is None and partition:
+        near = closest(partition, [queue.name for queue in queue_list])
+        problem = f"there is no {word} {partition!r}" + (f"; did you mean {near!r}?" if near else "")
+        yield HostFinding("[scheduler] partition", "fail", problem, f"there are {names or 'none'}")
+    elif chosen is None and any(queue.default is not None for queue in queue_list):
+        problem = f"is not said, and {title} has no default"
+        yield HostFinding("[scheduler] partition", "fail", problem, f"one of {names}")
     elif chosen is None or chosen.default is None:
         yield HostFinding("[scheduler] kind", "ok", f"{title} answers; queues {names or 'none'}")
     else:
@@ -325,18 +330,18 @@ def _queue(site: Site, word: str, found: list[Queue]) -> Iterator[HostFinding]:
 def _limits(site: Site, queue: Queue) -> Iterator[HostFinding]:
     most, asked = duration(queue.time), duration(site.scheduler.time)
     if most is not None and asked is not None and asked > most:
-        what = f"{site.scheduler.time} is more than {queue.name} allows, {queue.time}"
-        yield HostFinding("[scheduler] time", "fail", what, f'time = "{queue.time}" or less')
+        problem = f"{site.scheduler.time} is more than {queue.name} allows, {queue.time}"
+        yield HostFinding("[scheduler] time", "fail", problem, f'time = "{queue.time}" or less')
     memory = site.node.memory
     megabytes = float(memory.rstrip("KMGT") or 0) * _MEGABYTES[memory[-1:] if memory[-1:].isalpha() else ""]
-    for key, said, value, has, unit in (
+    for key, request, value, has, unit in (
         ("gpus", site.node.gpus, site.node.gpus, queue.gpus, ""),
         ("cpus", site.node.cpus, site.node.cpus, queue.cpus, ""),
         ("memory", memory, megabytes, queue.memory, " MB"),
     ):
         if has is not None and value > has:
-            what = f"{said} asked for; a node of {queue.name} has {has}{unit}"
-            yield HostFinding(f"[node] {key}", "fail", what, "jobs would wait for ever, or be refused")
+            problem = f"{request} asked for; a node of {queue.name} has {has}{unit}"
+            yield HostFinding(f"[node] {key}", "fail", problem, "jobs would wait for ever, or be refused")
 
 
 def _cluster(site: Site, variables: Mapping[str, str]) -> list[HostFinding]:
@@ -345,26 +350,26 @@ def _cluster(site: Site, variables: Mapping[str, str]) -> list[HostFinding]:
         return [elsewhere("[scheduler] kind", "kubectl is not on this host")]
     namespace, claim = site.kubernetes.namespace, site.kubernetes.claim
     base = [tool, "--request-timeout=2s", f"--namespace={namespace}", "get", "--output=name"]
-    code, said = run_probe([*base, f"namespace/{namespace}"], variables)
-    if code != 0 and "NotFound" not in said:
+    code, output = run_probe([*base, f"namespace/{namespace}"], variables)
+    if code != 0 and "NotFound" not in output:
         return [elsewhere("[scheduler] kind", "no cluster answers to kubectl")]
     if code != 0:
-        what = f"there is no namespace {namespace}"
-        return [HostFinding("[kubernetes] namespace", "fail", what, "kubectl get namespaces")]
+        problem = f"there is no namespace {namespace}"
+        return [HostFinding("[kubernetes] namespace", "fail", problem, "kubectl get namespaces")]
     if not claim:
         return []
-    code, said = run_probe([*base, f"persistentvolumeclaim/{claim}"], variables)
-    if code != 0 and "NotFound" in said:
-        what = f"there is no claim {claim} in {namespace}"
-        return [HostFinding("[kubernetes] claim", "fail", what, "kubectl get pvc")]
+    code, output = run_probe([*base, f"persistentvolumeclaim/{claim}"], variables)
+    if code != 0 and "NotFound" in output:
+        problem = f"there is no claim {claim} in {namespace}"
+        return [HostFinding("[kubernetes] claim", "fail", problem, "kubectl get pvc")]
     return [HostFinding("[kubernetes] claim", "ok", claim)]
 
 
-def missing(name: str, what: str, here: bool, hint: str) -> HostFinding:
+def missing(name: str, problem: str, here: bool, hint: str) -> HostFinding:
     """Return the finding for a requirement that this host does not meet: a failure on a host of the site (`here`)."""
     if here:
-        return HostFinding(name, "fail", what, hint)
-    return HostFinding(name, "info", f"{what} here; not one of the site's hosts, so nodes may differ", hint)
+        return HostFinding(name, "fail", problem, hint)
+    return HostFinding(name, "info", f"{problem} here; not one of the site's hosts, so nodes may differ", hint)
 
 
 def elsewhere(name: str, why: str) -> HostFinding:

@@ -44,27 +44,27 @@ _TIME_ERROR = 5
 def who(host: Host) -> list[HostFinding]:
     """Report the current user."""
     user = os.getuid()
-    what = "root" if os.geteuid() == 0 else f"user {user}; nothing here needs root"
-    return [HostFinding("user", "ok", what, facts={"uid": user})]
+    text = "root" if os.geteuid() == 0 else f"user {user}; nothing here needs root"
+    return [HostFinding("user", "ok", text, facts={"uid": user})]
 
 
 def processors(host: Host) -> list[HostFinding]:
     """Report the number of available processors."""
     ours, all_ = granted.workers(host.variables, 4096, root=host.root), os.cpu_count() or 1
-    what = f"{ours} of {all_}" if ours != all_ else f"{all_}"
-    return [HostFinding("processors", "ok", what, facts={"usable": ours, "all": all_})]
+    text = f"{ours} of {all_}" if ours != all_ else f"{all_}"
+    return [HostFinding("processors", "ok", text, facts={"usable": ours, "all": all_})]
 
 
 def memory(host: Host) -> list[HostFinding]:
     """Check the available memory."""
-    found = granted.memory(host.variables, root=host.root)
-    if found is None:
+    usable = granted.memory(host.variables, root=host.root)
+    if usable is None:
         return [HostFinding("memory", "info", "not known")]
-    what, facts = f"{human_size(found)} available to us", {"usable": found}
-    if found >= _ENOUGH_MEMORY:
-        return [HostFinding("memory", "ok", what, facts=facts)]
+    text, facts = f"{human_size(usable)} available to us", {"usable": usable}
+    if usable >= _ENOUGH_MEMORY:
+        return [HostFinding("memory", "ok", text, facts=facts)]
     hint = "two ranks with torch need about 1.5 GB; ask for more in a job, or free some"
-    return [HostFinding("memory", "warn", what, hint, facts)]
+    return [HostFinding("memory", "warn", text, hint, facts)]
 
 
 def shared_memory(host: Host) -> list[HostFinding]:
@@ -92,19 +92,19 @@ def gpus(host: Host) -> list[HostFinding]:
     trouble = ""
     if tool:
         fields = "--query-gpu=name,driver_version,memory.total"
-        code, said = run_probe([tool, fields, "--format=csv,noheader"], host.variables)
-        rows = [re.split(r"\s*,\s*", line.strip()) for line in said.splitlines()]
+        code, output = run_probe([tool, fields, "--format=csv,noheader"], host.variables)
+        rows = [re.split(r"\s*,\s*", line.strip()) for line in output.splitlines()]
         listed = [row for row in rows if len(row) == 3] if code == 0 else []
-        trouble = "" if code == 0 else first_line(said)
+        trouble = "" if code == 0 else first_line(output)
     devices = sorted(path.name for path in (host.root / "dev").glob("nvidia[0-9]*"))
     library = _libcuda(host)
     names = [row[0] for row in listed]
     known = driver or (listed[0][1] if listed else "")
     facts: dict[str, Any] = {"gpus": names, "driver": known, "devices": devices, "libcuda": library}
     if listed:
-        code, said = run_probe([str(tool), "--query-gpu=compute_cap", "--format=csv,noheader"], host.variables)
-        found = re.findall(r"^(\d{1,2})\.(\d)\s*$", said, re.MULTILINE) if code == 0 else []
-        facts["chips"] = sorted({f"sm_{major}{minor}" for major, minor in found})
+        code, output = run_probe([str(tool), "--query-gpu=compute_cap", "--format=csv,noheader"], host.variables)
+        versions = re.findall(r"^(\d{1,2})\.(\d)\s*$", output, re.MULTILINE) if code == 0 else []
+        facts["chips"] = sorted({f"sm_{major}{minor}" for major, minor in versions})
         counted = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
         facts["cuda"] = _cuda(known)
         if library:
@@ -122,8 +122,8 @@ def gpus(host: Host) -> list[HostFinding]:
         return [HostFinding("GPU", "warn", "; ".join(parts), hint, facts)]
     if (host.root / "dev/kfd").exists():
         return [_amd(host)]
-    what = "none: artifacts for CUDA can be built here, not verified"
-    return [HostFinding("GPU", "info", what, "verify them in a job on a node with GPUs", facts)]
+    text = "none: artifacts for CUDA can be built here, not verified"
+    return [HostFinding("GPU", "info", text, "verify them in a job on a node with GPUs", facts)]
 
 
 def _amd(host: Host) -> HostFinding:
@@ -135,12 +135,12 @@ def _amd(host: Host) -> HostFinding:
     versions = {int(n) for text in nodes for n in re.findall(r"^gfx_target_version (\d{5,6})$", text, re.MULTILINE)}
     driver = read_text(host.root / "sys/module/amdgpu/version").strip()
     facts = {"gpus": ["AMD"] * count, "driver": driver, "devices": ["kfd"]}
-    facts["chips"] = [f"gfx{one // 10000}{one // 100 % 100:x}{one % 100:x}" for one in sorted(versions)]
-    what = f"{count} × AMD, driver {driver or 'of the kernel'}"
+    facts["chips"] = [f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}" for version in sorted(versions)]
+    gpus_text = f"{count} × AMD, driver {driver or 'of the kernel'}"
     if os.access(host.root / "dev/kfd", os.R_OK | os.W_OK) and count:
-        return HostFinding("GPU", "ok", what, facts=facts)
+        return HostFinding("GPU", "ok", gpus_text, facts=facts)
     hint = "join the groups that own /dev/kfd and /dev/dri (render, video), or ask the job for GPUs"
-    return HostFinding("GPU", "warn", f"{what}, but /dev/kfd cannot be used", hint, facts)
+    return HostFinding("GPU", "warn", f"{gpus_text}, but /dev/kfd cannot be used", hint, facts)
 
 
 def _libcuda(host: Host) -> str:
@@ -148,9 +148,9 @@ def _libcuda(host: Host) -> str:
     from envbuild.verify.runtimes import cached, named
 
     if tool := find("nvidia-container-cli", host.variables):
-        code, said = run_probe([tool, "list", "--libraries"], host.variables)
-        if code == 0 and (found := named(said.split())):
-            return found.get("libcuda.so.1", "")
+        code, output = run_probe([tool, "list", "--libraries"], host.variables)
+        if code == 0 and (libraries := named(output.split())):
+            return libraries.get("libcuda.so.1", "")
     if tool := find("ldconfig", host.variables):
         return named(cached(run_probe([tool, "-p"], host.variables)[1])).get("libcuda.so.1", "")
     return ""
@@ -175,9 +175,9 @@ def clock(host: Host) -> list[HostFinding]:
     # struct timex, all 0: read only
     state = None if function is None else function(ctypes.create_string_buffer(512))
     if state == _TIME_ERROR:
-        what = f"{now}; the kernel does not report a synchronised clock"
+        text = f"{now}; the kernel does not report a synchronised clock"
         hint = "on cluster nodes let chrony or ntpd run; in a virtual machine its host may do it"
-        return [HostFinding("clock", "info", what, hint, {"synchronised": False})]
+        return [HostFinding("clock", "info", text, hint, {"synchronised": False})]
     return [HostFinding("clock", "ok", now, facts={"synchronised": state is not None and state >= 0})]
 
 
@@ -186,12 +186,12 @@ def locale(host: Host) -> list[HostFinding]:
     named = next((host.variables[n] for n in ("LC_ALL", "LC_CTYPE", "LANG") if host.variables.get(n)), "")
     encoding = sys.getfilesystemencoding()
     if encoding.lower() != "utf-8":
-        what = f"{named or 'none'}: names of files are {encoding}"
-        return [HostFinding("locale", "warn", what, "export LC_ALL=C.UTF-8")]
+        text = f"{named or 'none'}: names of files are {encoding}"
+        return [HostFinding("locale", "warn", text, "export LC_ALL=C.UTF-8")]
     tool = find("locale", host.variables)
     if named and tool:
-        code, said = run_probe([tool, "-a"], host.variables)
-        known = {_plain(line) for line in said.splitlines()} if code == 0 else set()
+        code, output = run_probe([tool, "-a"], host.variables)
+        known = {_plain(line) for line in output.splitlines()} if code == 0 else set()
         if known and _plain(named) not in known | {"c", "posix"}:
             hint = "export LC_ALL=C.UTF-8, or let the administrator generate it (locale-gen)"
             return [HostFinding("locale", "warn", f"{first_line(named)} is not installed", hint)]
@@ -215,17 +215,17 @@ def own_name(host: Host) -> list[HostFinding]:
         )
         return [HostFinding("own name", "warn", f"/etc/hosts gives {loop} for {name}", hint, facts)]
     try:
-        found = sorted({str(row[4][0]) for row in socket.getaddrinfo(name, None)})
+        addresses = sorted({str(row[4][0]) for row in socket.getaddrinfo(name, None)})
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
         hint = f"give {name} its address in /etc/hosts or DNS: torchrun without --local-addr stops at once"
         return [HostFinding("own name", "warn", f"{name} means no address: {why}", hint, facts)]
-    what = f"{name} means {', '.join(found)}"
-    if all(map(_loopback, found)):
+    text = f"{name} means {', '.join(addresses)}"
+    if all(map(_loopback, addresses)):
         return [
-            HostFinding("own name", "warn", f"{what} alone", f"give {name} its own address in /etc/hosts or DNS", facts)
+            HostFinding("own name", "warn", f"{text} alone", f"give {name} its own address in /etc/hosts or DNS", facts)
         ]
-    return [HostFinding("own name", "ok", what, facts={**facts, "addresses": found})]
+    return [HostFinding("own name", "ok", text, facts={**facts, "addresses": addresses})]
 
 
 def _loopback(address: str) -> bool:
@@ -271,28 +271,28 @@ def launching(host: Host) -> Iterator[HostFinding]:
     by_fuse, _, _ = answers.get(("squashfuse", "gzip"), _NO)
     possible = {"mount": bool(mounted), "squashfuse": by_fuse, "extract": True}
     ways = [way for way, works in possible.items() if works]
-    what = f"works by {', '.join(ways)}"
+    text = f"works by {', '.join(ways)}"
     if len(ways) > 1:
-        yield HostFinding("own launch", "ok", what, facts={"ways": ways})
+        yield HostFinding("own launch", "ok", text, facts={"ways": ways})
     else:
         slow = "install squashfuse, and let users open /dev/fuse: unpacking is slower"
-        yield HostFinding("own launch", "info", what, slow, {"ways": ways})
+        yield HostFinding("own launch", "info", text, slow, {"ways": ways})
     if mounted:
         lacking = ", ".join(name for name in COMPRESSORS if name not in mounted)
-        what = f"Linux {platform.release()} mounts {', '.join(mounted)}" + (f"; not {lacking}" if lacking else "")
-        yield HostFinding("squashfs", "ok", what, facts={"kernel": mounted, "by": "mounting"})
+        text = f"Linux {platform.release()} mounts {', '.join(mounted)}" + (f"; not {lacking}" if lacking else "")
+        yield HostFinding("squashfs", "ok", text, facts={"kernel": mounted, "by": "mounting"})
     else:
         yield _configured(host, answers.get(("mount", "gzip"), _NO)[1])
 
 
 def _answers(folder: Path) -> dict[tuple[str, str], tuple[bool, str, str]]:
     """Return the results that `main` has written so far, by method and compressor."""
-    found = {}
+    answers = {}
     for line in read_text(folder / _ANSWERS).splitlines():
         with contextlib.suppress(ValueError):  # an incomplete last line
             way, compressor, works, why, hint = json.loads(line)
-            found[way, compressor] = (works, why, hint)
-    return found
+            answers[way, compressor] = (works, why, hint)
+    return answers
 
 
 def _configured(host: Host, why: str) -> HostFinding:
@@ -307,8 +307,10 @@ def _configured(host: Host, why: str) -> HostFinding:
     on = {line.partition("=")[0] for line in text.splitlines() if line.endswith(("=y", "=m"))}
     options = {name: "ZLIB" if name == "gzip" else name.upper() for name in COMPRESSORS}
     there = [name for name, option in options.items() if {"CONFIG_SQUASHFS", f"CONFIG_SQUASHFS_{option}"} <= on]
-    what = f"Linux {release} has {', '.join(there) or 'no squashfs'} by its configuration ({why})"
-    return HostFinding("squashfs", "ok" if there else "warn", what, facts={"kernel": there, "by": "configuration"})
+    squashfs_text = f"Linux {release} has {', '.join(there) or 'no squashfs'} by its configuration ({why})"
+    return HostFinding(
+        "squashfs", "ok" if there else "warn", squashfs_text, facts={"kernel": there, "by": "configuration"}
+    )
 
 
 def main() -> None:
@@ -319,8 +321,8 @@ def main() -> None:
     mounts = [(MOUNT, name) for name in COMPRESSORS] if os.geteuid() == 0 else []
     with (folder / _ANSWERS).open("w", encoding="utf-8") as answers:
         for way, compressor in ((EXTRACT, "gzip"), (SQUASHFUSE, "gzip"), *mounts):
-            said = [way, compressor, *_attempt(folder, way, compressor)]
-            answers.write(json.dumps(said) + "\n")
+            answer = [way, compressor, *_attempt(folder, way, compressor)]
+            answers.write(json.dumps(answer) + "\n")
             answers.flush()
 
 
@@ -379,8 +381,8 @@ def subordinate_ids(host: Host) -> list[HostFinding]:
             lacking.append(f"/{file}")
     tools = [tool for tool in ("newuidmap", "newgidmap") if find(tool, host.variables) is None]
     if not lacking and not tools:
-        what = "numbers for this user, newuidmap and newgidmap are here"
-        return [HostFinding("subuid", "ok", what, facts={"there": True})]
+        text = "numbers for this user, newuidmap and newgidmap are here"
+        return [HostFinding("subuid", "ok", text, facts={"there": True})]
     parts = [f"nothing for this user in {' and '.join(lacking)}"] if lacking else []
     parts += [f"{' and '.join(tools)} missing"] if tools else []
     hint = "only rootless Docker, Podman and `apptainer build --fakeroot` need them, envbuild does not"
@@ -414,7 +416,7 @@ def store(host: Host) -> Iterator[HostFinding]:
     if host.environment is not None:
         folder = host.environment.site.store
         finding = _place("store", folder, host, heavy=True)
-        holds = {what: len(list((folder / place).glob("*"))) for what, place in _HOLDS.items()}
+        holds = {kind: len(list((folder / place).glob("*"))) for kind, place in _HOLDS.items()}
         yield replace(finding, facts={**finding.facts, "holds": holds})
 
 
@@ -433,8 +435,8 @@ def temporary(host: Host) -> list[HostFinding]:
     try:
         return [_place("tmp", Path(tempfile.gettempdir()), host)]
     except FileNotFoundError:
-        what = "no folder for temporary files can be written"
-        return [HostFinding("tmp", "fail", what, "export TMPDIR=… with free disk space")]
+        text = "no folder for temporary files can be written"
+        return [HostFinding("tmp", "fail", text, "export TMPDIR=… with free disk space")]
 
 
 def current(host: Host) -> list[HostFinding]:
@@ -463,11 +465,11 @@ def _place(name: str, path: Path, host: Host, *, heavy: bool = False) -> HostFin
         "shared": bool(mount and mount.shared),
     }
     free = facts["free"]
-    what = f"{path}: {facts['kind']}" + (f", {human_size(free)} free" if free is not None else "")
+    text = f"{path}: {facts['kind']}" + (f", {human_size(free)} free" if free is not None else "")
     status, more, hint = judge_place(name, facts, heavy=heavy)
     if not facts["writable"]:
         more = f"{there} {more}"
-    return HostFinding(name, status, f"{what}; {more}" if more else what, hint, facts)
+    return HostFinding(name, status, f"{text}; {more}" if more else text, hint, facts)
 
 
 def judge_place(name: str, facts: Mapping[str, Any], *, heavy: bool) -> tuple[Status, str, str]:
@@ -484,8 +486,8 @@ def judge_place(name: str, facts: Mapping[str, Any], *, heavy: bool) -> tuple[St
     if free is not None and free < (_SMALL if heavy else _LITTLE):
         return "warn", "too little for torch" if heavy else "little", f"free disk space, or {elsewhere} with more"
     if inodes is not None and inodes < _INODES:
-        what = f"{inodes} inodes left, and an environment has 15,000 files and more"
-        return "warn", what, f"free disk space, or {elsewhere} elsewhere"
+        text = f"{inodes} inodes left, and an environment has 15,000 files and more"
+        return "warn", text, f"free disk space, or {elsewhere} elsewhere"
     if name == "tmp" and facts["kind"] in _MEMORY:
         return "info", "it is memory", "set TMPDIR to a disk for large images"
     if name == "store" and facts["shared"]:
@@ -503,13 +505,13 @@ def _quota(folder: Path, host: Host) -> list[HostFinding]:
         command = [tool, "-w", "-p", "-s"]
     else:
         return []
-    code, said = run_probe(command, host.variables)
+    code, output = run_probe(command, host.variables)
     if code is None:
-        return [HostFinding("quota", "info", f"{tool}: {said}")]
+        return [HostFinding("quota", "info", f"{tool}: {output}")]
     # The line with the most numbers.
-    lines = [" ".join(line.split()) for line in said.splitlines()]
+    lines = [" ".join(line.split()) for line in output.splitlines()]
     row = max(lines, key=lambda line: len(re.findall(r"\d+", line)), default="")[:160]
-    if "*" in said:
+    if "*" in output:
         return [
             HostFinding("quota", "warn", f"over quota: {row}", "set ENVBUILD_STORE and caches to another file system")
         ]

@@ -94,8 +94,8 @@ def package_index(host: Host) -> Iterator[HostFinding]:
     links = [link for link in pip.find_links if "://" not in link]
     lost = [link for link in links if not Path(link).exists()]
     if lost:
-        what = f"no such place: {', '.join(map(redact, lost))}"
-        yield HostFinding("find-links", "warn", what, "correct pip's configuration")
+        text = f"no such place: {', '.join(map(redact, lost))}"
+        yield HostFinding("find-links", "warn", text, "correct pip's configuration")
     local = len(links) - len(lost)
     if host.offline or pip.no_index:
         why = "--offline" if host.offline else "pip's no-index"
@@ -113,10 +113,10 @@ def _default_index(environment: Environment) -> str:
     with tempfile.TemporaryDirectory() as folder:
         env = uv_environment(environment.pip, environment.variables, Path(folder))
         command = [environment.uv, "pip", "compile", os.devnull, "--emit-index-url", "--no-header", "--no-config"]
-        _, said = run_probe([*command, "--offline", "--quiet", "--python", sys.executable], env)
-    option, _, url = said.partition(" ")
+        _, output = run_probe([*command, "--offline", "--quiet", "--python", sys.executable], env)
+    option, _, url = output.partition(" ")
     if option != "--index-url":
-        raise HostError(f"uv does not name its default index: {first_line(said)}", "set pip's index-url")
+        raise HostError(f"uv does not name its default index: {first_line(output)}", "set pip's index-url")
     return url
 
 
@@ -181,8 +181,8 @@ def certificates(host: Host) -> list[HostFinding]:
     pip = host.environment.pip if host.environment else PipConfig()
     named = ca_bundle(pip, host.variables)
     if named is None:
-        what = "those of Python's certifi package; neither pip's cert nor a variable names others"
-        return [HostFinding(name, "ok", what)]
+        text = "those of Python's certifi package; neither pip's cert nor a variable names others"
+        return [HostFinding(name, "ok", text)]
     if os.path.isdir(named):
         return [HostFinding(name, "ok", f"{named} (a folder)", facts={"path": named})]
     hint = "correct pip's cert, REQUESTS_CA_BUNDLE or SSL_CERT_FILE, whichever names it"
@@ -194,33 +194,33 @@ def certificates(host: Host) -> list[HostFinding]:
         return [HostFinding(name, "fail", f"{named}: {why}", hint, {"path": named})]
     held = context.get_ca_certs()
     now = time.time()
-    old = sum(ssl.cert_time_to_seconds(str(one["notAfter"])) < now for one in held)
+    old = sum(ssl.cert_time_to_seconds(str(certificate["notAfter"])) < now for certificate in held)
     facts = {"path": named, "count": len(held), "expired": old}
     if held and old == len(held):
         return [HostFinding(name, "fail", f"{named}: all {len(held)} certificates have expired", hint, facts)]
     if old and len(held) < 10:
-        what = f"{named}: {old} of {len(held)} certificates have expired"
-        return [HostFinding(name, "warn", what, "ask for a new one", facts)]
+        text = f"{named}: {old} of {len(held)} certificates have expired"
+        return [HostFinding(name, "warn", text, "ask for a new one", facts)]
     return [HostFinding(name, "ok", f"{named}: {len(held)} certificates", facts=facts)]
 
 
 def proxies(host: Host) -> list[HostFinding]:
     """Check the effective proxies, with passwords hidden."""
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for name in _PROXIES:
         values = {host.variables[n] for n in (name, name.upper()) if host.variables.get(n)}
         if len(values) > 1:
             hint = "tools read one or the other: set both to the same"
             return [HostFinding("proxies", "warn", f"{name} and {name.upper()} differ", hint)]
-        found |= {name: redact(values.pop())} if values else {}
+        settings |= {name: redact(values.pop())} if values else {}
     if host.environment and host.environment.pip.proxy:
-        found["pip"] = redact(host.environment.pip.proxy)
-    bare = [name for name, value in found.items() if name != "no_proxy" and "://" not in value]
+        settings["pip"] = redact(host.environment.pip.proxy)
+    bare = [name for name, value in settings.items() if name != "no_proxy" and "://" not in value]
     if bare:
-        what = f"{', '.join(bare)}: no scheme in {found[bare[0]]}"
-        return [HostFinding("proxies", "warn", what, "write http://HOST:PORT", found)]
-    text = ", ".join(f"{name} {value}" for name, value in found.items())
-    return [HostFinding("proxies", "ok" if found else "info", text or "none", facts=found)]
+        scheme_text = f"{', '.join(bare)}: no scheme in {settings[bare[0]]}"
+        return [HostFinding("proxies", "warn", scheme_text, "write http://HOST:PORT", settings)]
+    text = ", ".join(f"{name} {value}" for name, value in settings.items())
+    return [HostFinding("proxies", "ok" if settings else "info", text or "none", facts=settings)]
 
 
 _SIOCGIFADDR = 0x8915
@@ -246,14 +246,14 @@ class Interface:
 def interfaces(root: Path = Path("/")) -> list[Interface]:
     """Return the interfaces of this network namespace, sorted by name."""
     sixes = _ipv6(root)
-    found = []
+    rows = []
     for name in sorted(name for _, name in socket.if_nameindex()):
         folder = root / "sys/class/net" / name
         state, speed = read_text(folder / "operstate").strip(), read_text(folder / "speed").strip()
         addresses = (*_ipv4(name), *sixes.get(name, ()))
         up = state == "up" or (state in ("unknown", "") and bool(addresses))
-        found.append(Interface(name, up, addresses, int(speed) if speed.isdigit() and int(speed) else None))
-    return found
+        rows.append(Interface(name, up, addresses, int(speed) if speed.isdigit() and int(speed) else None))
+    return rows
 
 
 def _ipv4(name: str) -> list[str]:
@@ -264,22 +264,22 @@ def _ipv4(name: str) -> list[str]:
 
 
 def _ipv6(root: Path) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    by_interface: dict[str, list[str]] = {}
     for line in read_text(root / "proc/net/if_inet6").splitlines():
         fields = line.split()
         if len(fields) == 6:
             with contextlib.suppress(ValueError):
                 address = ipaddress.IPv6Address(bytes.fromhex(fields[0]))
                 if not address.is_link_local:
-                    found.setdefault(fields[5], []).append(str(address))
-    return found
+                    by_interface.setdefault(fields[5], []).append(str(address))
+    return by_interface
 
 
 def network(host: Host) -> list[HostFinding]:
     """Check the interfaces that lead to other nodes."""
-    found = interfaces(host.root)
-    facts = {"interfaces": [{"name": i.name, "up": i.up, "addresses": i.addresses, "speed": i.speed} for i in found]}
-    outer = [interface for interface in found if interface.outer]
+    rows = interfaces(host.root)
+    facts = {"interfaces": [{"name": i.name, "up": i.up, "addresses": i.addresses, "speed": i.speed} for i in rows]}
+    outer = [interface for interface in rows if interface.outer]
     if not outer:
         hint = "jobs of several nodes need an interface with an address; one node works without"
         return [HostFinding("interfaces", "info", "only the loopback interface has an address", hint, facts)]
@@ -295,11 +295,11 @@ def adapters(host: Host) -> list[HostFinding]:
     classes = dict.fromkeys(adapter.sysfs for _, adapter in known)
     for device in (device for name in classes for device in sorted((host.root / "sys/class" / name).glob("*"))):
         driver = os.path.basename(os.path.realpath(device / "device/driver"))
-        found = [row for row in known if row[1].sysfs == device.parent.name and row[1].driver in ("", driver)]
-        if not found:
+        matching = [row for row in known if row[1].sysfs == device.parent.name and row[1].driver in ("", driver)]
+        if not matching:
             continue
         # A fabric that names the driver takes precedence over one that accepts the whole class.
-        name, adapter = max(found, key=lambda row: row[1].driver)
+        name, adapter = max(matching, key=lambda row: row[1].driver)
         ports = [
             [read_text(port / file).strip() for file in ("link_layer", "state", "rate")]
             for port in sorted((device / "ports").glob("*"))
@@ -330,11 +330,11 @@ def libfabric(host: Host) -> list[HostFinding]:
     vendors = [fabric.fi_info for fabric in load_fabrics().values() if fabric.fi_info]
     tool = find("fi_info", host.variables, ":".join(["/usr/sbin", "/sbin", *vendors]))
     if tool is None:
-        what = "no fi_info; artifacts bring their own libfabric, but for Slingshot"
-        return [HostFinding("libfabric", "info", what)]
-    code, said = run_probe([tool, "-l"], host.variables)
+        text = "no fi_info; artifacts bring their own libfabric, but for Slingshot"
+        return [HostFinding("libfabric", "info", text)]
+    code, output = run_probe([tool, "-l"], host.variables)
     if code != 0:
-        return [HostFinding("libfabric", "warn", f"{tool}: {first_line(said)}")]
-    providers = [line.strip().rstrip(":") for line in said.splitlines() if line.strip().endswith(":")]
+        return [HostFinding("libfabric", "warn", f"{tool}: {first_line(output)}")]
+    providers = [line.strip().rstrip(":") for line in output.splitlines() if line.strip().endswith(":")]
     facts = {"path": tool, "providers": providers}
     return [HostFinding("libfabric", "ok", f"providers {', '.join(providers)} ({tool})", facts=facts)]

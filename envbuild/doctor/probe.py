@@ -41,8 +41,8 @@ class HostFinding:
 
     def as_json(self) -> dict[str, Any]:
         """Return the finding as a JSON object."""
-        found = {"name": self.name, "status": self.status, "what": self.what}
-        return {**found, "remedy": self.hint, "facts": dict(self.facts)}
+        row = {"name": self.name, "status": self.status, "what": self.what}
+        return {**row, "remedy": self.hint, "facts": dict(self.facts)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +86,11 @@ def run_checks(
         ended.add(number)
 
     run_parallel([partial(run, number) for number in range(len(checks))], deadline_s)
-    what, hint = f"no answer in {deadline_s:g} s", "a server, file system or tool does not answer; look at it by hand"
+    text, hint = f"no answer in {deadline_s:g} s", "a server, file system or tool does not answer; look at it by hand"
     results = []
     for number, check in enumerate(checks):
         # In this order: a check may end while its findings are copied.
-        late = [] if number in ended else [HostFinding(check.name, "warn", what, hint, {"timeout": True})]
+        late = [] if number in ended else [HostFinding(check.name, "warn", text, hint, {"timeout": True})]
         results.append((check, [*findings[number], *late]))
     return results
 
@@ -124,8 +124,8 @@ def _crashed(name: str, error: Exception) -> HostFinding:
     if isinstance(error, EnvbuildError):
         return HostFinding(name, "warn", redact(error.message.splitlines()[0]), error.hint or "")
     text = redact(str(error).splitlines()[0] if str(error) else "")
-    what = f"could not be checked: {type(error).__name__}{f': {text}' if text else ''}"
-    return HostFinding(name, "warn", what, "", {"crashed": True})
+    problem = f"could not be checked: {type(error).__name__}{f': {text}' if text else ''}"
+    return HostFinding(name, "warn", problem, "", {"crashed": True})
 
 
 def find(program: str, variables: Mapping[str, str], more: str = "/usr/sbin:/sbin") -> str | None:

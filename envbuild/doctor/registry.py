@@ -100,7 +100,7 @@ class StepVerdict:
 
 
 def judge(findings: Mapping[str, HostFinding]) -> dict[str, dict[str, StepVerdict]]:
-    """Return kind → step → verdict; `found` maps names to findings."""
+    """Return kind → step → verdict; `findings` maps names to findings."""
     return {
         name: {"build": _build(kind, findings), "verify": _verify(kind, findings), "run": _run(kind, findings)}
         for name, kind in ARTIFACTS.items()
@@ -125,8 +125,8 @@ def _build(kind: Artifact, findings: Mapping[str, HostFinding]) -> StepVerdict:
         return StepVerdict("warn", f"not in the current folder: {current.what}", "use --out")
     remote = {name: _facts(findings, name) for name in kind.sources if not _facts(findings, name).get("local")}
     if lost := [name for name, facts in remote.items() if _is_lost(facts)]:
-        what = f"only from what the store holds: {' and '.join(lost)} cannot be reached"
-        return StepVerdict("warn", what, findings[lost[0]].hint)
+        text = f"only from what the store holds: {' and '.join(lost)} cannot be reached"
+        return StepVerdict("warn", text, findings[lost[0]].hint)
     if unasked := [name for name, facts in remote.items() if facts.get("asked") is False]:
         return _from_the_store(unasked, findings)
     if store is not None and store.status == "warn":
@@ -158,23 +158,23 @@ def _from_the_store(unasked: Sequence[str], findings: Mapping[str, HostFinding])
     not_asked = f"{' and '.join(unasked)} not asked"
     if not empty:
         return StepVerdict("info", f"only from what the store holds: {not_asked}")
-    what = f"unknown: {not_asked}, and the store holds no {' and no '.join(empty)}"
+    text = f"unknown: {not_asked}, and the store holds no {' and no '.join(empty)}"
     hint = "run `envbuild doctor` without --offline; for a node without a network `envbuild bundle` collects all"
-    return StepVerdict("warn", what, hint)
+    return StepVerdict("warn", text, hint)
 
 
-def _verify(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
-    usable = _facts(found, "memory").get("usable")
+def _verify(kind: Artifact, findings: Mapping[str, HostFinding]) -> StepVerdict:
+    usable = _facts(findings, "memory").get("usable")
     if usable is not None and usable < _LEAST_MEMORY:
-        return StepVerdict("warn", f"too little memory: {found['memory'].what}", found["memory"].hint)
-    only = "" if _facts(found, "GPU").get("gpus") else "; for CPUs only, there is no GPU"
-    if kind.form == "registry" and not _facts(found, "docker daemon").get("answers"):
+        return StepVerdict("warn", f"too little memory: {findings['memory'].what}", findings["memory"].hint)
+    only = "" if _facts(findings, "GPU").get("gpus") else "; for CPUs only, there is no GPU"
+    if kind.form == "registry" and not _facts(findings, "docker daemon").get("answers"):
         hint = "start dockerd or set DOCKER_HOST; or --no-verify here and `envbuild verify` where one is"
         return StepVerdict("warn", "no: no docker daemon answers", hint)
     if kind.form != "file":
         return StepVerdict("ok", f"yes{only}")
-    how = _launchers(kind, found)
-    return StepVerdict("ok", f"by {how[0]}{only}") if how else _no_launch(kind, found)
+    how = _launchers(kind, findings)
+    return StepVerdict("ok", f"by {how[0]}{only}") if how else _no_launch(kind, findings)
 
 
 def _run(kind: Artifact, findings: Mapping[str, HostFinding]) -> StepVerdict:

@@ -125,19 +125,19 @@ def _modules(site: Site, host: Host) -> Iterator[HostFinding]:
     for key, names in (("run", table.run), ("build", () if table.build == table.run else table.build)):
         if not names:
             continue
-        code, said = run_probe([bash, "-c", f"{start}{purge}module load {shlex.join(names)}"], variables, _MODULES_S)
+        code, output = run_probe([bash, "-c", f"{start}{purge}module load {shlex.join(names)}"], variables, _MODULES_S)
         # Old versions of Environment Modules report an error and exit with 0.
-        if code != 0 or "ERROR" in said or "Unable to locate" in said:
-            what = f"{' '.join(names)}: {_why(said)}"
-            yield missing(f"[modules] {key}", what, here, "module avail, or module spider NAME")
+        if code != 0 or "ERROR" in output or "Unable to locate" in output:
+            problem = f"{' '.join(names)}: {_why(output)}"
+            yield missing(f"[modules] {key}", problem, here, "module avail, or module spider NAME")
         else:
             yield HostFinding(f"[modules] {key}", "ok", f"{' '.join(names)} can be loaded")
 
 
-def _why(said: str) -> str:
-    lines = [line.strip() for line in said.splitlines()]
-    told = [line for line in lines if "nable to locate" in line or "unknown" in line or "ERROR" in line]
-    return first_line("\n".join(told or lines)) or "cannot be loaded"
+def _why(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines()]
+    deciding = [line for line in lines if "nable to locate" in line or "unknown" in line or "ERROR" in line]
+    return first_line("\n".join(deciding or lines)) or "cannot be loaded"
 
 
 def _paths(site: Site, host: Host) -> Iterator[HostFinding]:
@@ -146,25 +146,25 @@ def _paths(site: Site, host: Host) -> Iterator[HostFinding]:
     texts = {"shared": site.paths.shared, "scratch": site.paths.scratch, "cache": site.paths.cache}
     for key, path in ((key, Path(text)) for key, text in texts.items() if text):
         name = f"[paths] {key}"
-        there = next((one for one in (path, path.parent) if one.is_dir()), None)
+        there = next((folder for folder in (path, path.parent) if folder.is_dir()), None)
         needed = here and key != "scratch"  # a login node may lack the nodes' scratch disk
         if there is None:
-            what = f"neither {path} nor {path.parent} exists"
-            yield missing(name, what, needed, "correct the path, or have it made")
+            problem = f"neither {path} nor {path.parent} exists"
+            yield missing(name, problem, needed, "correct the path, or have it made")
             continue
         if not os.access(there, os.W_OK | os.X_OK):
-            what = f"{there} cannot be written by this user"
-            yield missing(name, what, needed, "another folder, or another mode")
+            problem = f"{there} cannot be written by this user"
+            yield missing(name, problem, needed, "another folder, or another mode")
             continue
         mount = storage.mount_at(there)
         kind = mount.kind if mount else "unknown file system"
         if key == "shared" and mount and not mount.shared and site.scheduler.kind != "none":
-            what = f"{path} lies on {kind}, a file system that only this host has"
+            problem = f"{path} lies on {kind}, a file system that only this host has"
             hint = "right only if it is exported to the nodes; `envbuild preflight` on nodes tells"
-            yield HostFinding(name, "warn", what, hint)
+            yield HostFinding(name, "warn", problem, hint)
         elif key == "cache" and f"{os.path.realpath(path)}/".startswith(f"{home}/"):
-            what = f"{path} is in the home folder, where quotas are small"
-            yield HostFinding(name, "warn", what, "a folder on scratch")
+            problem = f"{path} is in the home folder, where quotas are small"
+            yield HostFinding(name, "warn", problem, "a folder on scratch")
         else:
             yield HostFinding(name, "ok", f"{path} ({kind})" + ("" if there == path else ", to be made"))
 
@@ -172,25 +172,25 @@ def _paths(site: Site, host: Host) -> Iterator[HostFinding]:
 def _container(site: Site, host: Host) -> Iterator[HostFinding]:
     runtime, here, name = site.container.runtime, on_site(site, host.variables), "[container] runtime"
     if runtime in JOB_RUNTIMES and JOB_RUNTIMES[runtime].launcher:
-        found = batch.has_pyxis(host.variables)
-        if found is None:
+        has_pyxis = batch.has_pyxis(host.variables)
+        if has_pyxis is None:
             yield elsewhere(name, "no srun on this host")
-        elif found:
+        elif has_pyxis:
             yield HostFinding(name, "ok", "srun has --container-image")
             scope = batch.pyxis_scope(host.variables)
             if scope != "job":
                 state = f"container_scope={scope}" if scope else "its container_scope is not visible on this host"
-                what = f"pyxis: {state}; a cancelled job's containers stay until a later job of its user removes them"
+                text = f"pyxis: {state}; a cancelled job's containers stay until a later job of its user removes them"
                 yield HostFinding(
-                    name, "info", what, "ask for container_scope=job in plugstack.conf: Slurm removes them"
+                    name, "info", text, "ask for container_scope=job in plugstack.conf: Slurm removes them"
                 )
         else:
-            what, hint = "srun has no --container-image, so no pyxis", f"runtime = {batch.everywhere()}"
-            yield missing(name, what, here, hint)
+            text, hint = "srun has no --container-image, so no pyxis", f"runtime = {batch.everywhere()}"
+            yield missing(name, text, here, hint)
     elif runtime in JOB_RUNTIMES:
         path = find(runtime, host.variables)
-        what = path or f"{runtime} is not on this host; nodes must have it"
-        yield HostFinding(name, "ok" if path else "info", what)
+        text = path or f"{runtime} is not on this host; nodes must have it"
+        yield HostFinding(name, "ok" if path else "info", text)
     for source in (mount.split(":")[0] for mount in site.container.mounts):
         if not Path(source).exists():
             hint = "nodes must have it, or the container is not started"
@@ -205,15 +205,15 @@ def _interface(site: Site) -> Iterator[HostFinding]:
     listed = ", ".join(known)
     for name in site.fabric.interface.split(","):
         if name.startswith(("^", "=")):
-            what = f"{name!r}: a name is wanted, not NCCL's patterns"
-            yield HostFinding(key, "fail", what, f"one of this host: {listed}")
+            text = f"{name!r}: a name is wanted, not NCCL's patterns"
+            yield HostFinding(key, "fail", text, f"one of this host: {listed}")
         elif name == "lo":
             yield HostFinding(key, "fail", "lo leads to no other node", f"this host has {listed}")
         elif name in known:
             yield HostFinding(key, "ok", name)
         else:
-            what = f"{name} is not on this host, which has {listed}; nodes must have it"
-            yield HostFinding(key, "info", what, "envbuild preflight on the nodes tells")
+            text = f"{name} is not on this host, which has {listed}; nodes must have it"
+            yield HostFinding(key, "info", text, "envbuild preflight on the nodes tells")
 
 
 def _mirrors(site: Site, host: Host) -> Iterator[HostFinding]:
@@ -270,10 +270,10 @@ def site_file(variables: Mapping[str, str]) -> str:
         "node": _node(host),
         "fabric": _fabric(),
     }
-    found: dict[str, list[str]] = {}
+    lines_of: dict[str, list[str]] = {}
 
     def gather(name: str) -> None:
-        found[name] = list(tables[name])
+        lines_of[name] = list(tables[name])
 
     run_parallel([partial(gather, name) for name in tables], _WAIT_S)
     lines = [
@@ -284,7 +284,7 @@ def site_file(variables: Mapping[str, str]) -> str:
     ]
     unknown = ["# could not be found out: something on this host does not answer"]
     for name in tables:
-        lines += ["", f"[{name}]", *found.get(name, unknown)]
+        lines += ["", f"[{name}]", *lines_of.get(name, unknown)]
     return "\n".join(lines) + "\n"
 
 
@@ -309,8 +309,10 @@ def _scheduler(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def _queues(name: str, facts: HostFacts, queues: list[Queue]) -> Iterator[str]:
-    """Yield [scheduler] for the scheduler `name` with the queues `found`."""
-    names = ", ".join(f"{one.name} ({one.nodes} nodes, {one.time})" if one.nodes else one.name for one in queues)
+    """Yield [scheduler] for the scheduler `name` with its `queues`."""
+    names = ", ".join(
+        f"{queue.name} ({queue.nodes} nodes, {queue.time})" if queue.nodes else queue.name for queue in queues
+    )
     yield _said("kind", name, f"its {facts.queue}s: {names or 'none'}"[:200])
     chosen = _chosen(queues)
     if chosen:
@@ -412,8 +414,8 @@ def _node(host: Host) -> Iterator[str]:
 
 def _fabric() -> Iterator[str]:
     outer = [interface for interface in fabric.interfaces() if interface.outer]
-    own = tuple(one.interfaces for one in load_fabrics().values() if one.interfaces)
-    best = max(outer, key=lambda one: (one.name.startswith(own), one.speed or 0), default=None)
+    own = tuple(row.interfaces for row in load_fabrics().values() if row.interfaces)
+    best = max(outer, key=lambda interface: (interface.name.startswith(own), interface.speed or 0), default=None)
     if best is None:
         yield _said("interface", "eth0", "no interface here has an address", off=True)
     else:

@@ -30,8 +30,8 @@ def envbuild_itself(host: Host) -> Iterator[HostFinding]:
     """Report the versions of envbuild and Python, and check envbuild's dependencies."""
     python = platform.python_version()
     facts = {"version": envbuild.__version__, "python": python, "machine": platform.machine()}
-    what = f"envbuild {envbuild.__version__}, Python {python} ({sys.executable})"
-    yield HostFinding("envbuild", "ok", what, facts=facts)
+    text = f"envbuild {envbuild.__version__}, Python {python} ({sys.executable})"
+    yield HostFinding("envbuild", "ok", text, facts=facts)
     listed = load_table("programs")["modules"]
     missing = [name for name in listed if importlib.util.find_spec(name) is None]
     if not missing:
@@ -59,11 +59,11 @@ def uv(host: Host) -> list[HostFinding]:
     if host.environment is None:
         return []
     path = host.environment.uv  # raises HostError if missing
-    code, said = run_probe([path, "--version"], host.variables)
+    code, output = run_probe([path, "--version"], host.variables)
     if code != 0:
-        what = f"{path}: {first_line(said) or 'does not start'}"
-        return [HostFinding("uv", "fail", what, "pip install --force-reinstall uv")]
-    return [HostFinding("uv", "ok", f"{first_line(said)} ({path})", facts={"path": path})]
+        text = f"{path}: {first_line(output) or 'does not start'}"
+        return [HostFinding("uv", "fail", text, "pip install --force-reinstall uv")]
+    return [HostFinding("uv", "ok", f"{first_line(output)} ({path})", facts={"path": path})]
 
 
 def pythons(host: Host) -> list[HostFinding]:
@@ -83,12 +83,16 @@ def pythons(host: Host) -> list[HostFinding]:
 
         def look(python: str) -> None:
             try:
-                found = choose_python(python, environment, offline=host.offline, installed=installed)
+                python_found = choose_python(python, environment, offline=host.offline, installed=installed)
             except EnvbuildError as error:
                 facts[python] = {"lacking": error.message, "hint": error.hint or ""}
             else:
-                by = {"download": found.url} if isinstance(found, OfferedPython) else {"path": found.path}
-                facts[python] = {"version": found.version, **by}
+                by = (
+                    {"download": python_found.url}
+                    if isinstance(python_found, OfferedPython)
+                    else {"path": python_found.path}
+                )
+                facts[python] = {"version": python_found.version, **by}
 
         run_parallel([partial(look, python) for python in PYTHONS], _CHOOSING_S)
     known = {python: facts[python] for python in PYTHONS if python in facts}
@@ -96,7 +100,7 @@ def pythons(host: Host) -> list[HostFinding]:
     for python in PYTHONS:
         kinds[next((kind for kind in kinds if kind in known.get(python, ())), "lacking")].append(python)
     here, offered, lacking = kinds.values()
-    parts = [f"{known[one]['version']} ({known[one]['path']})" for one in here]
+    parts = [f"{known[version]['version']} ({known[version]['path']})" for version in here]
     parts += [f"uv downloads {', '.join(offered)}"] if offered else []
     newest = known.get(lacking[-1], {"lacking": "no answer in time", "hint": ""}) if lacking else {}
     if lacking:
@@ -112,8 +116,8 @@ def programs(host: Host) -> Iterator[HostFinding]:
 
     def look(name: str) -> None:
         if path := find(name, host.variables):
-            code, said = run_probe([path, *listed[name]["version"]], host.variables)
-            findings[name] = _program(name, listed[name]["use"], path, code, said)
+            code, output = run_probe([path, *listed[name]["version"]], host.variables)
+            findings[name] = _program(name, listed[name]["use"], path, code, output)
 
     run_parallel([partial(look, name) for name in listed], 3.5)
     yield from (findings[name] for name in listed if name in findings)
@@ -122,14 +126,14 @@ def programs(host: Host) -> Iterator[HostFinding]:
         yield HostFinding("not installed", "info", ", ".join(absent), facts={"programs": absent})
 
 
-def _program(name: str, use: str, path: str, code: int | None, said: str) -> HostFinding:
+def _program(name: str, use: str, path: str, code: int | None, output: str) -> HostFinding:
     # squashfuse prints its version with its help, and exits with an error.
-    match = _VERSION.search(said)
+    match = _VERSION.search(output)
     if code is None or code in _UNSTARTED or (code != 0 and match is None):
         hint = f"repair or remove it; it {use}" if use.startswith("starts") else ""
-        why = first_line(said) or f"exit {code}"
+        why = first_line(output) or f"exit {code}"
         return HostFinding(name, "warn", f"{path}: {why}", hint, {"path": path, "works": False})
-    version = match[0] if match else first_line(said, 60)
+    version = match[0] if match else first_line(output, 60)
     facts = {"path": path, "version": match and match[0], "works": True}
     return HostFinding(name, "ok", f"{version} ({path})", facts=facts)
 
@@ -146,16 +150,16 @@ def modules(host: Host) -> list[HostFinding]:
         return [HostFinding("modules", "info", "none (neither Lmod nor Environment Modules)", facts=facts)]
     shells = "all shells" if here else "login shells" if login else "no shell by itself"
     hint = "" if here or not init else f'[modules] init = "{init}" for batch jobs'
-    what = f"defined in {shells}; {init or 'its file was not found'}"
-    return [HostFinding("modules", "ok", what, hint, facts)]
+    text = f"defined in {shells}; {init or 'its file was not found'}"
+    return [HostFinding("modules", "ok", text, hint, facts)]
 
 
 def has_module(
     shell: Sequence[str], variables: Mapping[str, str], before: str = "", patience_s: float = PATIENCE_S
 ) -> bool:
     """Return whether `shell` defines `module` as a function, after the commands `before`."""
-    code, said = run_probe([*shell, f"{before}type -t module"], variables, patience_s)
-    return code == 0 and "function" in said.split()
+    code, output = run_probe([*shell, f"{before}type -t module"], variables, patience_s)
+    return code == 0 and "function" in output.split()
 
 
 def module_init(host: Host) -> str:

@@ -190,8 +190,8 @@ def _ask_helper(name: str, server: str, env: Mapping[str, str], named_by: Path) 
     if code != 0:
         if any(sign in out.lower() for sign in _NO_CREDENTIALS):
             return None
-        said = "" if "{" in out else out.partition("\n")[0][:200]  # JSON would contain the secret
-        raise HostError(f"{program} get failed for {server}: {said or code}", hint)
+        reply = "" if "{" in out else out.partition("\n")[0][:200]  # JSON would contain the secret
+        raise HostError(f"{program} get failed for {server}: {reply or code}", hint)
     try:
         answer = parse_json(out)
         user, secret = answer["Username"], answer["Secret"]

@@ -73,10 +73,10 @@ def load(
         # Docker 20.10 refuses zstd, so such layers are sent uncompressed.
         archive = archive_pieces(config, descriptors, blobs, (), known=known, stored=("none", "gzip"))
         try:
-            said = list(client.api.load_image(_counted(archive, on_progress)))
+            lines = list(client.api.load_image(_counted(archive, on_progress)))
         except (APIError, OSError) as error:
             raise BuildError(f"the docker daemon refused the image: {_text(error)}", _hint(str(error))) from error
-        faults = [str(line["error"]) for line in said if isinstance(line, dict) and "error" in line]
+        faults = [str(line["error"]) for line in lines if isinstance(line, dict) and "error" in line]
         if faults:
             raise BuildError(f"the docker daemon refused the image: {faults[0]}", _hint(faults[0]))
     loaded_id = _loaded_id(client, image_id, layers)
@@ -96,15 +96,15 @@ def _loaded_id(client: Any, image_id: str, layers: Sequence[Layer]) -> str:
     from docker.errors import ImageNotFound
 
     try:
-        found = client.api.inspect_image(image_id)
+        image = client.api.inspect_image(image_id)
     except ImageNotFound:
         raise BuildError(
             f"the docker daemon loaded the image, but does not list it as {image_id}",
             "its image store is of a kind that envbuild does not know; use --push or --out",
         ) from None
-    if found["RootFS"].get("Layers") != [layer.diff_id for layer in layers]:
+    if image["RootFS"].get("Layers") != [layer.diff_id for layer in layers]:
         raise BuildError(f"the docker daemon's layers of {image_id} differ from those that were sent")
-    return str(found["Id"])
+    return str(image["Id"])
 
 
 def _known_prefix(client: Any, diff_ids: Sequence[str]) -> int:
@@ -131,7 +131,7 @@ def _text(error: Exception) -> str:
     return str(getattr(error, "explanation", None) or error).splitlines()[0]
 
 
-def _hint(said: str) -> str | None:
-    if "no space left" in said:
+def _hint(message: str) -> str | None:
+    if "no space left" in message:
         return "free room where the daemon keeps its images (docker system df, docker system prune)"
     return None

@@ -275,9 +275,9 @@ def fill_layout(folder: Path, blobs: Blobs, images: Sequence[tuple[Descriptor, s
     (folder / "index.json").write_bytes(canonical(index))
 
 
-def same_tag(wanted: str, name: str) -> bool:
-    """Return whether `wanted` matches the image name `name`: the full name, its end after a slash, or its tag alone."""
-    short, asked = _short(name), _short(wanted)
+def same_tag(tag: str, name: str) -> bool:
+    """Return whether `tag` matches the image name `name`: the full name, its end after a slash, or its tag alone."""
+    short, asked = _short(name), _short(tag)
     return asked in (short, short.rpartition(":")[2]) or f"{asked}:latest" == short
 
 
@@ -299,13 +299,13 @@ def _pick(index: ImageIndex, where: str, tag: str | None, arch: str | None) -> D
 
 
 def no_single_image(
-    where: str, tag: str | None, found: int, names: Iterable[str], hint: str = "name the tag of one of them"
+    where: str, tag: str | None, count: int, names: Iterable[str], hint: str = "name the tag of one of them"
 ) -> BuildError:
-    """Return the error for `found` images that `tag` (None: any) selects; `names` are those of all images."""
+    """Return the error for `count` images that `tag` (None: any) selects; `names` are those of all images."""
     has = f"it has {', '.join(sorted(set(names))) or 'none with a tag'}"
-    if tag is not None and not found:
+    if tag is not None and not count:
         return BuildError(f"{where}: no image with the tag {tag!r}; {has}", "name one of its tags")
-    return BuildError(f"{where}: {found or 'no'} images, but exactly one is needed; {has}", hint if found else None)
+    return BuildError(f"{where}: {count or 'no'} images, but exactly one is needed; {has}", hint if count else None)
 
 
 def _names(item: Descriptor) -> list[str]:

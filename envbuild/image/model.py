@@ -166,15 +166,15 @@ def choose(index: ImageIndex, arch: str | None, where: str) -> Descriptor:
         if len(images) == 1:
             return images[0]
         raise BuildError(f"{where}: images for {len(images)} platforms, but one is needed")
-    wanted = GOARCH[arch]
-    fitting = [item for item in images if item.arch == wanted and item.os in ("linux", "")]
+    go_arch = GOARCH[arch]
+    fitting = [item for item in images if item.arch == go_arch and item.os in ("linux", "")]
     if fitting:  # the first of equals
         return min(fitting, key=lambda item: "" if item.variant in _EVERY else item.variant)
     if len(images) == 1 and not images[0].arch:  # a platform is optional; the image's configuration is checked later
         return images[0]
     has = sorted({f"{item.os or 'linux'}/{item.arch}" for item in images if item.arch})
     raise BuildError(
-        f"{where} has no image for linux/{wanted}; it has {', '.join(has) or 'none'}",
+        f"{where} has no image for linux/{go_arch}; it has {', '.join(has) or 'none'}",
         "choose another base image, or leave the target out",
     )
 

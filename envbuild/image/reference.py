@@ -90,9 +90,9 @@ def parse_reference(text: str) -> Reference:
     return Reference(host, path, tag or (None if digest else "latest"), digest or None)
 
 
-def same_registry(one: str, other: str) -> bool:
+def same_registry(first: str, second: str) -> bool:
     """Return whether two hosts are the same registry; Docker Hub has several names."""
-    return _canonical_host(one) == _canonical_host(other)
+    return _canonical_host(first) == _canonical_host(second)
 
 
 def api_host(registry: str) -> str:

@@ -107,13 +107,13 @@ class Registry:
         """
         where = str(self.reference)
         raw, media_type = self.manifest(digest)
-        found = parse(raw, where, media_type)
-        if isinstance(found, ImageIndex):
-            raw, media_type = self.manifest(choose(found, arch, where).digest)
-            found = parse(raw, where, media_type)
-        if not isinstance(found, ImageManifest):
+        document = parse(raw, where, media_type)
+        if isinstance(document, ImageIndex):
+            raw, media_type = self.manifest(choose(document, arch, where).digest)
+            document = parse(raw, where, media_type)
+        if not isinstance(document, ImageManifest):
             raise BuildError(f"{where}: an index inside of an index")
-        return found
+        return document
 
     def fetch_blob(
         self, blob: Descriptor, blobs: Blobs, on_progress: OnProgress, stop: threading.Event | None = None
@@ -125,7 +125,7 @@ class Registry:
         failure the partial download is kept for a later run, unless it is wrong.
         """
         stop = stop or threading.Event()
-        wanted = f"{self.reference.name}: blob {blob.digest}"
+        title = f"{self.reference.name}: blob {blob.digest}"
         hashes = frozenset({blob.digest.partition(":")[2]})
         try:
             if not blobs.has(blob):
@@ -133,23 +133,23 @@ class Registry:
                     if not blobs.has(blob):  # another process may have downloaded it in the meantime
                         self._check_space([blob], blobs)
                         with open_download(file, hashes, blob.size, on_progress, stop) as download:
-                            self._first(lambda source: _download(source, blob, download, stop), wanted)
+                            self._first(lambda source: _download(source, blob, download, stop), title)
                         return blobs.adopt(file, blob.digest)
         except OSError as error:
-            raise BuildError(f"{wanted}: {error.filename or blobs.root}: {error.strerror}") from error
+            raise BuildError(f"{title}: {error.filename or blobs.root}: {error.strerror}") from error
         on_progress(blob.size)
         return blobs.path(blob.digest)
 
-    def fetch_blobs(self, wanted: Sequence[Descriptor], blobs: Blobs, on_progress: OnProgress) -> list[Path]:
+    def fetch_blobs(self, descriptors: Sequence[Descriptor], blobs: Blobs, on_progress: OnProgress) -> list[Path]:
         """Download several blobs in parallel, and return their paths; `on_progress` is called from several threads."""
-        unique = list({blob.digest: blob for blob in wanted}.values())
+        unique = list({blob.digest: blob for blob in descriptors}.values())
         self._check_space(unique, blobs)
         each(unique, lambda blob, stop: self.fetch_blob(blob, blobs, on_progress, stop), _WORKERS)
-        return [blobs.path(blob.digest) for blob in wanted]
+        return [blobs.path(blob.digest) for blob in descriptors]
 
-    def _check_space(self, wanted: Sequence[Descriptor], blobs: Blobs) -> None:
-        """Raise BuildError when the file system of `blobs` has too little space for what it lacks of `wanted`."""
-        if lacking := sum(map(blobs.lacking, wanted)):
+    def _check_space(self, descriptors: Sequence[Descriptor], blobs: Blobs) -> None:
+        """Raise BuildError when the file system of `blobs` has too little space for what it lacks of `descriptors`."""
+        if lacking := sum(map(blobs.lacking, descriptors)):
             check_disk_space(blobs.root, lacking)
 
     def put_manifest(self, raw: bytes, media_type: str, pointer: str) -> bool:
@@ -205,8 +205,8 @@ class Registry:
                     push_blob(self.endpoint, blob, blobs.path(blob.digest), on_progress, stop)
                     return "uploaded"
             except RequestFailed as error:
-                what = f"pushing {self._named(pointer)}: pushing blob {blob.digest}"
-                raise complain(what, [(self.endpoint, error)]) from None
+                action = f"pushing {self._named(pointer)}: pushing blob {blob.digest}"
+                raise complain(action, [(self.endpoint, error)]) from None
             except OSError as error:
                 raise BuildError(f"{blobs.path(blob.digest)}: {error.strerror}") from error
             on_progress(blob.size)
@@ -219,23 +219,23 @@ class Registry:
 
     def tags(self) -> list[str]:
         """Return the tags of the repository, none if it does not exist yet."""
-        found: list[str] = []
+        names: list[str] = []
         try:
             for raw, _ in pages(self.endpoint, "tags/list"):
-                found += parse_json(raw)["tags"] or []
+                names += parse_json(raw)["tags"] or []
         except NotFound:
             pass
         except (RequestFailed, ValueError, KeyError, TypeError) as error:
             failed = error if isinstance(error, RequestFailed) else RequestFailed("it sent no list of tags")
             raise complain(f"the tags of {self.reference.name}", [(self.endpoint, failed)]) from None
-        return [tag for tag in found if isinstance(tag, str)]
+        return [tag for tag in names if isinstance(tag, str)]
 
     def close(self) -> None:
         """Close the open connections."""
         for endpoint in (*self.mirrors, self.endpoint):
             endpoint.http.close()
 
-    def _first(self, get: Callable[[Endpoint], T], what: str) -> T:
+    def _first(self, get: Callable[[Endpoint], T], action: str) -> T:
         """Return the result of the first source that succeeds. The last source is the registry itself."""
         failures = []
         for source in (*self.mirrors, self.endpoint):
@@ -248,7 +248,7 @@ class Registry:
                 useless = error.status is None and not error.transient
                 if (useless or isinstance(error, TooSlow)) and source is not self.endpoint:
                     source.dead = source.dead or error
-        raise complain(what, failures)
+        raise complain(action, failures)
 
     def _named(self, pointer: str) -> str:
         return f"{self.reference.name}{'@' if ':' in pointer else ':'}{pointer}"
@@ -402,8 +402,8 @@ def referrers(registry: Registry, digest: str, kind: str) -> tuple[list[Descript
                 return descriptors, True
     except RequestFailed as error:
         if error.status not in _UNKNOWN:
-            what = f"what is attached to {registry.reference.name}@{digest}"
-            raise complain(what, [(registry.endpoint, error)]) from None
+            action = f"what is attached to {registry.reference.name}@{digest}"
+            raise complain(action, [(registry.endpoint, error)]) from None
         descriptors = _of_kind((_tagged(registry, _tag(digest)) or {"manifests": []})["manifests"], kind)
     return list({descriptor.digest: descriptor for descriptor in descriptors}.values()), False
 

@@ -275,12 +275,12 @@ class MissingContent(BuildError):
     """A server answers, and does not have the content, or has another one: no fault of its own."""
 
 
-def complain(what: str, failures: Sequence[tuple[Endpoint, RequestFailed]]) -> BuildError:
-    """Return the error for the failed operation `what`: the answer of each source, and a hint about the last one."""
+def complain(action: str, failures: Sequence[tuple[Endpoint, RequestFailed]]) -> BuildError:
+    """Return the error for the failed operation `action`: the answer of each source, and a hint about the last one."""
     answers = "; ".join(f"{endpoint.name}: {error}" for endpoint, error in failures)
     endpoint, last = failures[-1]
     wrong = isinstance(last, NotFound) or last.status == 200
-    return (MissingContent if wrong else BuildError)(f"{what}: {answers}", _hint(endpoint, last))
+    return (MissingContent if wrong else BuildError)(f"{action}: {answers}", _hint(endpoint, last))
 
 
 def _hint(endpoint: Endpoint, error: RequestFailed) -> str | None:

@@ -147,9 +147,9 @@ class _Upload:
             raise error
         return False
 
-    def _give_up(self, told: int = 0) -> None:
+    def _give_up(self, counted: int = 0) -> None:
         self.location, self.offset, self.unsure = "", 0, False
-        self._tell(told)
+        self._tell(counted)
 
     def _begin(self) -> None:
         url = self.endpoint.url("blobs/uploads/")

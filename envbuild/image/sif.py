@@ -224,10 +224,10 @@ def read_sif(stream: BinaryIO, where: str) -> Sif:
     if roots[0].fs != "squashfs":
         hint = "an encrypted image can only be read by Apptainer" if "encrypted" in roots[0].fs else None
         raise BuildError(f"{where}: its root is {roots[0].fs}, not squashfs", hint)
-    said = _ARCHITECTURES.get(_text(code), "")
-    if said and roots[0].arch and said != roots[0].arch:
-        raise BuildError(f"{where}: damaged: made for {said}, with a partition for {roots[0].arch}")
-    return Sif(roots[0].arch or said, tuple(objects), roots[0], max(mtime, 0))
+    arch = _ARCHITECTURES.get(_text(code), "")
+    if arch and roots[0].arch and arch != roots[0].arch:
+        raise BuildError(f"{where}: damaged: made for {arch}, with a partition for {roots[0].arch}")
+    return Sif(roots[0].arch or arch, tuple(objects), roots[0], max(mtime, 0))
 
 
 def read_object(stream: BinaryIO, item: Object, where: str) -> bytes:

@@ -332,7 +332,7 @@ def _special(source: PositionedStream, size: int) -> bytes:
 
 def _records(data: bytes, source: PositionedStream) -> list[tuple[str, bytes]]:
     """Parse the `length key=value` records of a pax header; a record with an empty value is ignored."""
-    found: list[tuple[str, bytes]] = []
+    records: list[tuple[str, bytes]] = []
     position = 0
     while position < len(data):
         space = data.find(b" ", position, position + 20)
@@ -344,9 +344,9 @@ def _records(data: bytes, source: PositionedStream) -> list[tuple[str, bytes]]:
         if value:
             name = key.decode("utf-8", "surrogateescape")
             if name in _MEANT or name.startswith(_XATTR):
-                found.append((name, value))
+                records.append((name, value))
         position = end
-    return found
+    return records
 
 
 def _count(member: Member, quota: Quota, where: str) -> None:
@@ -358,14 +358,14 @@ def _count(member: Member, quota: Quota, where: str) -> None:
 
 
 def _check_sum(block: bytes, source: PositionedStream) -> None:
-    said = number(block[148:156], source)
+    checksum = number(block[148:156], source)
     rest = block[:148] + b" " * 8 + block[156:]
     # The low half of Adler-32 is the sum and one, modulo 65521 (RFC 1950), in a twentieth of the time of `sum`. The
     # sum of 512 bytes of ASCII is smaller than that.
-    if rest.isascii() and (zlib.adler32(rest) & 0xFFFF) - 1 == said:
+    if rest.isascii() and (zlib.adler32(rest) & 0xFFFF) - 1 == checksum:
         return
     # Some old writers summed signed bytes.
-    if said != sum(rest) and said != sum(rest) - 256 * sum(byte > 127 for byte in rest):
+    if checksum != sum(rest) and checksum != sum(rest) - 256 * sum(byte > 127 for byte in rest):
         raise BuildError(f"{source.where}: not a tar archive, or damaged: a wrong header checksum")
 
 
@@ -485,17 +485,17 @@ def packed(members: Sequence[Member]) -> dict[str, Any]:
 
 def unpacked(table: Mapping[str, Any]) -> tuple[Member, ...]:
     """Return the members in `table`. Raises KeyError, ValueError, TypeError or IndexError for a damaged one."""
-    found = tuple(
+    entries = tuple(
         Member(name, kind, mode, uid, gid, mtime, size, link, (0, 0), offset, stored, sha256=sha256)
         for name, kind, mode, uid, gid, mtime, size, link, offset, stored, sha256 in zip(*table["members"], strict=True)
     )
     for ordinal, (major, minor) in table["devices"].items():
-        found[int(ordinal)].device = (major, minor)
+        entries[int(ordinal)].device = (major, minor)
     for ordinal, pieces in table["pieces"].items():
-        found[int(ordinal)].pieces = tuple((offset, length) for offset, length in pieces)
+        entries[int(ordinal)].pieces = tuple((offset, length) for offset, length in pieces)
     for ordinal, xattrs in table["xattrs"].items():
-        found[int(ordinal)].xattrs = tuple((name, bytes.fromhex(value)) for name, value in xattrs)
-    return found
+        entries[int(ordinal)].xattrs = tuple((name, bytes.fromhex(value)) for name, value in xattrs)
+    return entries
 
 
 def write_table(path: Path, table: Mapping[str, Any]) -> None:

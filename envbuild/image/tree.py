@@ -127,16 +127,16 @@ class MergedTree:
 
     def walk(self) -> list[tuple[str, Node]]:
         """Return the paths with their nodes, sorted by path; the root, "", comes first. Raises BuildError."""
-        found = [("", self.node)]
-        for path, node in found:  # which grows meanwhile
+        members = [("", self.node)]
+        for path, node in members:  # which grows meanwhile
             # Through symbolic links, short names in a layer can make long paths.
             self._quota.text("the merged layers", more=len(path))
             for name, child in node.children.items():
                 longer = f"{path}/{name}" if path else name
                 # An equal string of the member is used: paths are most of the memory of a tree.
                 same = child.member is not None and child.member.name == longer
-                found.append((child.member.name if child.member and same else longer, child))
-        return sorted(found, key=lambda item: item[0])
+                members.append((child.member.name if child.member and same else longer, child))
+        return sorted(members, key=lambda item: item[0])
 
     def entries(self) -> dict[str, MergedEntry]:
         """Return the paths of the tree in order: parents and link targets come first. The root "" is included."""

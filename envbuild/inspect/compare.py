@@ -76,16 +76,16 @@ _PROVENANCE = {
 }
 
 
-def view_of(one: str, left: Inventory, other: str, right: Inventory) -> str:
-    """Return the view in which the files of two artifacts are compared; `one` and `other` are their kinds."""
-    if one not in FOLDERS and other not in FOLDERS:
-        return IMAGE if (one in SQUASHED) == (other in SQUASHED) else CONVERTED
+def view_of(left_kind: str, left: Inventory, right_kind: str, right: Inventory) -> str:
+    """Return the view in which the files of two artifacts of `left_kind` and `right_kind` are compared."""
+    if left_kind not in FOLDERS and right_kind not in FOLDERS:
+        return IMAGE if (left_kind in SQUASHED) == (right_kind in SQUASHED) else CONVERTED
     environments = {left.environment, right.environment} - {""}
     if len(environments) > 1:
         return SITE
     if CONDA in environments:
         return CONDA
-    return VENV if one == other else BETWEEN
+    return VENV if left_kind == right_kind else BETWEEN
 
 
 def comparable(contents: Inventory, view: str) -> dict[str, dict[str, str]]:
@@ -97,7 +97,7 @@ def comparable(contents: Inventory, view: str) -> dict[str, dict[str, str]]:
     frame = None if prefix is None else (f"{prefix}/" if prefix else "")
     inner = view in (BETWEEN, CONDA, SITE)
     records = {f"{package.info}/RECORD": package.content if inner else package.record for package in contents.python}
-    found = {}
+    properties = {}
     for path, item in contents.files.items():
         inside = path.removeprefix(frame) if frame is not None and path.startswith(frame) else None
         if inside in _ABOUT or (inner and inside is None):
@@ -106,12 +106,12 @@ def comparable(contents: Inventory, view: str) -> dict[str, dict[str, str]]:
         if view in (CONVERTED, IMAGE):
             exact = _converted(path, item) if view == CONVERTED else item
             if exact is not None:
-                found[name] = _properties(exact, True)
+                properties[name] = _properties(exact, True)
         elif not _VENV_ONLY.search(name) and not (inner and _is_frame(name, item, view)):
-            found[name] = {**_properties(item, False), **_settled(path, name, item, view, contents)}
+            properties[name] = {**_properties(item, False), **_settled(path, name, item, view, contents)}
             if records.get(path):
-                found[name] |= {"size": "", "content": records[path]}
-    return found
+                properties[name] |= {"size": "", "content": records[path]}
+    return properties
 
 
 def _properties(item: Item, exact: bool) -> dict[str, str]:
@@ -208,23 +208,23 @@ class Comparison:
         return not (self.settings or packages or self.files)
 
 
-def compare(one: ArtifactReader, other: ArtifactReader, *, files: bool) -> Comparison:
+def compare(first: ArtifactReader, other: ArtifactReader, *, files: bool) -> Comparison:
     """Compare two artifacts of any kinds. Raises BuildError when one of them is damaged."""
-    kinds = {one.about.kind, other.about.kind}
+    kinds = {first.about.kind, other.about.kind}
     between = len(kinds) > 1 and not kinds.isdisjoint(FOLDERS)
-    notes = _provenance(one.about, other.about)
-    if _same_content(one.about, other.about):
-        settings = _setting_changes(one.about, None, other.about, None, between)
+    notes = _provenance(first.about, other.about)
+    if _same_content(first.about, other.about):
+        settings = _setting_changes(first.about, None, other.about, None, between)
         return Comparison(settings, (), (), (), (), () if files else None, (), notes)
-    left, right = one.contents(hashes=files), other.contents(hashes=files)
-    view = view_of(one.about.kind, left, other.about.kind, right)
-    settings = _setting_changes(one.about, left, other.about, right, between)
+    left, right = first.contents(hashes=files), other.contents(hashes=files)
+    view = view_of(first.about.kind, left, other.about.kind, right)
+    settings = _setting_changes(first.about, left, other.about, right, between)
     inner = between or view == CONDA
     built = () if view == SITE else _changes(_built(left, inner), _built(right, inner))
     conda = () if view in NO_CONDA else _changes(_conda(left, inner), _conda(right, inner))
     python = _changes(_python(left, inner), _python(right, inner))
     debian = () if between else _changes(_debian(left), _debian(right))
-    pairs = ((one, left), (other, right))
+    pairs = ((first, left), (other, right))
     without = [read.about.spelling for read, contents in pairs if between and contents.prefix is None]
     if files and without:
         notes += (f"{', '.join(without)} has no environment of its own: files were not compared",)
@@ -233,49 +233,49 @@ def compare(one: ArtifactReader, other: ArtifactReader, *, files: bool) -> Compa
     return Comparison(settings, built, conda, python, debian, changes, left_out, notes)
 
 
-def _same_content(one: Description, other: Description) -> bool:
+def _same_content(left: Description, other: Description) -> bool:
     """Return whether both are images of the same layers, or image files with the same file system.
 
     If so, their contents need not be read.
     """
-    if one.kind in SQUASHED and other.kind in SQUASHED:
-        return one.identity == other.identity
-    ids = [[layer.diff_id for layer in about.layers] for about in (one, other)]
-    return one.kind == other.kind == IMAGE and ids[0] == ids[1]
+    if left.kind in SQUASHED and other.kind in SQUASHED:
+        return left.identity == other.identity
+    ids = [[layer.diff_id for layer in about.layers] for about in (left, other)]
+    return left.kind == other.kind == IMAGE and ids[0] == ids[1]
 
 
 def _setting_changes(
-    one: Description, left: Inventory | None, other: Description, right: Inventory | None, between: bool
+    first: Description, left: Inventory | None, other: Description, right: Inventory | None, between: bool
 ) -> tuple[Change, ...]:
     """Return the differences in settings.
 
     Artifacts of different kinds do not record the same settings. Between them, environment variables are compared when
     both artifacts record some, any other setting only when both record it.
     """
-    before, after = _settings(one, left, between), _settings(other, right, between)
-    if one.kind != other.kind and not between:
-        told = before.keys() & after.keys()
-        if one.env and other.env:
-            told |= {name for name in before | after if name.startswith("env ")}
-        before = {name: value for name, value in before.items() if name in told}
-        after = {name: value for name, value in after.items() if name in told}
+    before, after = _settings(first, left, between), _settings(other, right, between)
+    if first.kind != other.kind and not between:
+        shown_names = before.keys() & after.keys()
+        if first.env and other.env:
+            shown_names |= {name for name in before | after if name.startswith("env ")}
+        before = {name: value for name, value in before.items() if name in shown_names}
+        after = {name: value for name, value in after.items() if name in shown_names}
     return _changes(before, after)
 
 
 def _settings(about: Description, contents: Inventory | None, between: bool) -> dict[str, str]:
     about = completed(about, contents)
-    found = {"target": about.target, "recipe": about.recipe}
+    settings = {"target": about.target, "recipe": about.recipe}
     if between:
-        found["python"] = about.python
+        settings["python"] = about.python
     else:
-        found["python"] = about.python_version or about.python
-        found |= {"base": about.base, "base digest": about.base_digest}
-        found |= {"platform": about.platform, "workdir": about.workdir, "user": about.user}
+        settings["python"] = about.python_version or about.python
+        settings |= {"base": about.base, "base digest": about.base_digest}
+        settings |= {"platform": about.platform, "workdir": about.workdir, "user": about.user}
         commands = {"entrypoint": about.entrypoint, "cmd": about.cmd}
-        found |= {name: json.dumps(words) for name, words in commands.items() if words}
-        found |= {f"env {name}": f"={value}" for name, value in about.env.items()}
-        found |= {f"label {name}": f"={value}" for name, value in about.labels.items() if name not in _NOT_COMPARED}
-    return {name: value for name, value in found.items() if value}
+        settings |= {name: json.dumps(words) for name, words in commands.items() if words}
+        settings |= {f"env {name}": f"={value}" for name, value in about.env.items()}
+        settings |= {f"label {name}": f"={value}" for name, value in about.labels.items() if name not in _NOT_COMPARED}
+    return {name: value for name, value in settings.items() if value}
 
 
 def _built(contents: Inventory, inner: bool) -> dict[str, tuple[str, str]]:
@@ -297,15 +297,15 @@ def _python(contents: Inventory, inner: bool) -> dict[str, tuple[str, str]]:
     def inside(package: Any) -> bool:
         return inner if prefix is None else not prefix or package.location.startswith(f"{prefix}/")
 
-    found: dict[str, tuple[str, str]] = {}
+    packages: dict[str, tuple[str, str]] = {}
     for name, package in _named(contents.python, inside, inner):
         digest = package.content if inner else package.record
-        if name in found:  # the package is installed twice: keep both
-            version, known = found[name]
-            found[name] = f"{version}, {package.version}", f"{known} {digest}"
+        if name in packages:  # the package is installed twice: keep both
+            version, known = packages[name]
+            packages[name] = f"{version}, {package.version}", f"{known} {digest}"
         else:
-            found[name] = package.version, digest
-    return found
+            packages[name] = package.version, digest
+    return packages
 
 
 def _named(packages: Iterable[Any], inside: Callable[[Any], bool], inner: bool) -> Iterator[tuple[str, Any]]:
@@ -321,12 +321,14 @@ def _debian(contents: Inventory) -> dict[str, tuple[str, str]]:
     return {f"{p.name}:{p.arch}": (p.version, "") for p in contents.debian}
 
 
-def _changes(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Change, ...]:
+def _changes(left: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Change, ...]:
     """Return the differences between two tables of texts, of (version, digest), or of files with their properties."""
     return tuple(
-        Change(name, _shown(name, one.get(name)), _shown(name, other.get(name)), _parts(one.get(name), other.get(name)))
-        for name in sorted(one.keys() | other.keys())
-        if one.get(name) != other.get(name)
+        Change(
+            name, _shown(name, left.get(name)), _shown(name, other.get(name)), _parts(left.get(name), other.get(name))
+        )
+        for name in sorted(left.keys() | other.keys())
+        if left.get(name) != other.get(name)
     )
 
 
@@ -356,7 +358,7 @@ def _shown(name: str, value: Any) -> str | None:
     return redact(text)
 
 
-def _provenance(one: Description, other: Description) -> tuple[str, ...]:
-    values = {name: (getattr(one, field), getattr(other, field)) for name, field in _PROVENANCE.items()}
+def _provenance(left: Description, other: Description) -> tuple[str, ...]:
+    values = {name: (getattr(left, field), getattr(other, field)) for name, field in _PROVENANCE.items()}
     differing = [name for name, (before, after) in values.items() if before and after and before != after]
     return (f"made from another {', '.join(differing)}",) if differing else ()

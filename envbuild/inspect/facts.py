@@ -212,8 +212,10 @@ def completed(about: Description, contents: Inventory | None) -> Description:
     if contents is None:
         return about
     state = contents.state
-    said: dict[str, Any] = {name: str(state[name]) for name in IN_STATE if not getattr(about, name) and state.get(name)}
-    about = replace(about, **said)
+    fields: dict[str, Any] = {
+        name: str(state[name]) for name in IN_STATE if not getattr(about, name) and state.get(name)
+    }
+    about = replace(about, **fields)
     version = next((p.version for p in contents.own_conda if p.name == "python"), "")
     if about.python or not version:
         return about

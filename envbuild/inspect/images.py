@@ -278,11 +278,11 @@ def open_daemon(request: Request) -> ArtifactReader:
     try:
         config, identity = _daemon_config(client, name)
     except ImageNotFound:
-        what = f"the docker daemon has no image {name}"
+        problem = f"the docker daemon has no image {name}"
         if request.spelling == name:  # it could also be the path of a file
-            what = f"{name} is no file or folder, and {what}"
+            problem = f"{name} is no file or folder, and {problem}"
         hint = f"see `docker images`; a registry's image is docker://{name}"
-        raise UsageError(what, hint) from None
+        raise UsageError(problem, hint) from None
     except APIError as error:
         raise BuildError(f"docker image {name}: {error.explanation or error}") from error
     arch = config["architecture"]
@@ -303,19 +303,19 @@ def open_daemon(request: Request) -> ArtifactReader:
 
 def _daemon_config(client: Any, name: str) -> tuple[dict[str, Any], str]:
     """Return an image's configuration, as far as a daemon shows it, and its id."""
-    found = client.api.inspect_image(name)
-    ids = list(found["RootFS"].get("Layers") or ())
-    steps = list(reversed(client.api.history(found["Id"])))
+    image = client.api.inspect_image(name)
+    ids = list(image["RootFS"].get("Layers") or ())
+    steps = list(reversed(client.api.history(image["Id"])))
     if len(steps) != len(ids):  # the history also lists steps that made no layer
         steps = [step for step in steps if step.get("Size")]
     return {
-        "architecture": str(found.get("Architecture") or ""),
-        "os": found.get("Os"),
-        "created": found.get("Created"),
-        "config": found.get("Config"),
+        "architecture": str(image.get("Architecture") or ""),
+        "os": image.get("Os"),
+        "created": image.get("Created"),
+        "config": image.get("Config"),
         "rootfs": {"type": "layers", "diff_ids": ids},
         "history": [{"created_by": step.get("CreatedBy")} for step in steps],
-    }, str(found["Id"])
+    }, str(image["Id"])
 
 
 def open_registry_image(request: Request) -> ArtifactReader:
@@ -370,8 +370,8 @@ def _index(folder: Path, tag: str | None) -> bytes:
         different = {item.digest: item.arch for item in index.manifests}
         if len(set(different.values())) < len(different):
             names = sorted(item.annotations.get(REF_NAME, item.digest) for item in index.manifests)
-            said = f"{folder} holds {len(different)} images: {', '.join(names)}"
-            raise UsageError(said, f"name one: oci:{folder}:TAG")
+            problem = f"{folder} holds {len(different)} images: {', '.join(names)}"
+            raise UsageError(problem, f"name one: oci:{folder}:TAG")
     return raw
 
 

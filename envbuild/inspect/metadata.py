@@ -92,7 +92,7 @@ def _noted(notes: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def _read(data: bytes) -> Any:
     try:
         record = json.loads(data)
-        said = {
+        fields = {
             "name": str(record["name"]),
             "version": str(record["version"]),
             "build": str(record["build"]),
@@ -104,16 +104,16 @@ def _read(data: bytes) -> Any:
         }
     except _SENSELESS:
         return {}
-    if not said["name"]:
+    if not fields["name"]:
         return {}
     try:
         # Rows with another original path are left out: their path has a file of another package.
         rows = [row for row in record["paths_data"]["paths"] if not row.get("original_path")]
         (package,) = conda_packages([{**record, "paths_data": {"paths": rows}}])
         size = sum(number for row in rows if isinstance(number := row.get("size_in_bytes"), int))
-        return {**said, "record": package.record, "recorded": dict(_recorded(rows)), "size": size}
+        return {**fields, "record": package.record, "recorded": dict(_recorded(rows)), "size": size}
     except _SENSELESS:  # from a conda that did not write rows yet
-        return {**said, "record": "", "recorded": {}}
+        return {**fields, "record": "", "recorded": {}}
 
 
 def _channel(record: Mapping[str, Any]) -> str:
@@ -213,13 +213,13 @@ def extra_of(device: tuple[int, int], xattrs: tuple[tuple[str, bytes], ...]) -> 
 
 def _python_packages(paths: Iterable[str], notes: Mapping[str, Note]) -> tuple[PythonPackage, ...]:
     """Return every distribution among `paths`, sorted by name."""
-    found: dict[str, dict[str, Any]] = {}
+    package_rows: dict[str, dict[str, Any]] = {}
     for path in paths:
         match = _INFO.search(path)
         if match:
             raw, _, version = match[1].partition("-")
             folder = path[: match.end(1)]
-            about = found.setdefault(folder, {"name": raw, "version": re.sub(r"-py\d.*", "", version)})
+            about = package_rows.setdefault(folder, {"name": raw, "version": re.sub(r"-py\d.*", "", version)})
             about |= {name: text for name, text in (notes.get(path) or {}).items() if text}
     packages = (
         PythonPackage(
@@ -227,7 +227,7 @@ def _python_packages(paths: Iterable[str], notes: Mapping[str, Note]) -> tuple[P
             info=f"{folder}.dist-info",
             **{**about, "name": normalise(about["name"]), "licenses": tuple(about.get("licenses", ()))},
         )
-        for folder, about in found.items()
+        for folder, about in package_rows.items()
     )
     return tuple(sorted((p for p in packages if p.name), key=lambda p: (p.name, p.location, p.version, p.record)))
 
@@ -239,13 +239,13 @@ def _debian_packages(notes: Mapping[str, Note]) -> tuple[DebianPackage, ...]:
 
 def source_built(notes: Mapping[str, Note]) -> tuple[SourceBuilt, ...]:
     """Return every source layer, sorted by name; `notes` are the results of `interest`, by path."""
-    found = []
+    packages = []
     for path, note in notes.items():
         match = _LAYER.search(path)
         if match and note:
             own = {"location": path[: match.start()], "licences": tuple(note["licences"])}
-            found.append(SourceBuilt(**{**note, **own}))
-    return tuple(sorted(found, key=lambda one: (one.name, one.location)))
+            packages.append(SourceBuilt(**{**note, **own}))
+    return tuple(sorted(packages, key=lambda package: (package.name, package.location)))
 
 
 def _pairs(text: str) -> list[tuple[str, str]]:

@@ -98,10 +98,10 @@ def open_sif(request: Request) -> ArtifactReader:
         if item.kind == JSON
     }
     run = dict(objects.get("oci-config.json") or {})
-    told: Any = objects.get("inspect-metadata.json")
+    labels: Any = objects.get("inspect-metadata.json")
     for key in ("data", "attributes", "labels"):
-        told = told.get(key) if isinstance(told, dict) else None
-    run["Labels"] = told or run.get("Labels") or _labels(image)
+        labels = labels.get(key) if isinstance(labels, dict) else None
+    run["Labels"] = labels or run.get("Labels") or _labels(image)
     if not isinstance(run.get("Env"), list):
         run["Env"] = _env(image)
     return _opened_squashfs(request, image, run, sif)
@@ -137,7 +137,7 @@ def _squashfs_contents(image: SquashfsImage, env: Mapping[str, str], hashes: boo
     """Return the tree; without `hashes`, read only the few files with metadata about installed packages."""
     files: dict[str, Item] = {}
     links: dict[str, str] = {}
-    wanted: list[tuple[Entry, int]] = []
+    scripts: list[tuple[Entry, int]] = []
     for entry, handle in image.entries():
         if entry.kind == HARDLINK:
             links[entry.path] = entry.target
@@ -147,7 +147,7 @@ def _squashfs_contents(image: SquashfsImage, env: Mapping[str, str], hashes: boo
             files[entry.path] = Item(entry.kind, entry.mode, entry.size, "", target, entry.uid, entry.gid, False, extra)
         item = files.get(links.get(entry.path, entry.path))
         if item is not None and item.kind == FILE and (hashes or _reader(entry)):
-            wanted.append((entry, handle))
+            scripts.append((entry, handle))
 
     def read(entry: Entry, handle: int) -> tuple[str, bool, Note]:
         reader = _reader(entry)
@@ -156,7 +156,7 @@ def _squashfs_contents(image: SquashfsImage, env: Mapping[str, str], hashes: boo
         return digested((bytes(length) if data is None else data for data, length in image.blocks(handle)), reader)
 
     notes: dict[str, Note] = {}
-    for (entry, _), (digest, script, note) in zip(wanted, image.each_file(wanted, read), strict=True):
+    for (entry, _), (digest, script, note) in zip(scripts, image.each_file(scripts, read), strict=True):
         if hashes and entry.kind != HARDLINK:
             files[entry.path] = replace(files[entry.path], sha256=digest, script=script)
         if note is not None:
@@ -173,8 +173,8 @@ def _file(request: Request) -> BinaryIO:
     place = Path(request.rest)
     try:
         if not place.is_file():
-            what = "is not a file" if place.exists() else "does not exist"
-            raise UsageError(f"{place} {what}", "give the file of a squashfs or a SIF")
+            problem = "is not a file" if place.exists() else "does not exist"
+            raise UsageError(f"{place} {problem}", "give the file of a squashfs or a SIF")
         return request.stack.enter_context(place.open("rb"))
     except OSError as error:
         raise BuildError(f"{place}: {error.strerror}") from error
@@ -196,10 +196,10 @@ def _digests(place: Path, partition: Object | None) -> tuple[str, str]:
         return f"sha256:{seen.hexdigest()}"
 
     try:
-        found = each([None] if partition is None else [None, partition], digest, 2)
+        digests = each([None] if partition is None else [None, partition], digest, 2)
     except OSError as error:
         raise BuildError(f"{place}: cannot be read: {error.strerror}") from error
-    return found[0], found[-1]
+    return digests[0], digests[-1]
 
 
 def _env(image: SquashfsImage) -> list[str]:
@@ -211,10 +211,10 @@ def _env(image: SquashfsImage) -> list[str]:
     except ValueError:
         words = []
     for text in (words, _text(image, "etc/environment").splitlines()):
-        found = {match[1]: match[2] for word in text if (match := _ASSIGNED.fullmatch(word))}
-        if found:
+        variables = {match[1]: match[2] for word in text if (match := _ASSIGNED.fullmatch(word))}
+        if variables:
             break
-    return [f"{name}={value}" for name, value in found.items()]
+    return [f"{name}={value}" for name, value in variables.items()]
 
 
 def _labels(image: SquashfsImage) -> dict[str, Any]:
@@ -282,9 +282,9 @@ def open_conda(request: Request) -> ArtifactReader:
     return _opened(CONDA, request)
 
 
-def _not_there(request: Request, what: str, hint: str) -> UsageError:
+def _not_there(request: Request, kind: str, hint: str) -> UsageError:
     folder = Path(request.rest)
-    return UsageError(f"{folder} {f'is not {what}' if folder.exists() else 'does not exist'}", hint)
+    return UsageError(f"{folder} {f'is not {kind}' if folder.exists() else 'does not exist'}", hint)
 
 
 def _opened(kind: str, request: Request) -> ArtifactReader:
@@ -292,8 +292,8 @@ def _opened(kind: str, request: Request) -> ArtifactReader:
     about = Description(kind, request.spelling, place=folder)
     state = read_state(folder)
     if state is not None:
-        said = {name: getattr(state, name) for name in IN_STATE}
-        about = replace(about, identity=state.digest, digest=state.digest, **said)
+        fields = {name: getattr(state, name) for name in IN_STATE}
+        about = replace(about, identity=state.digest, digest=state.digest, **fields)
     elif kind == VENV:  # the version of Python in a conda environment comes from its packages (facts.completed)
         text = (folder / "pyvenv.cfg").read_text(encoding="utf-8", errors="replace")
         match = re.search(r"^version(?:_info)?\s*=\s*((\d+(?:\.\d+)?)(?:\.\d+)*)", text, re.MULTILINE)
@@ -317,8 +317,8 @@ def _contents(folder: Path, kind: str, hashes: bool) -> Inventory:
 
 
 def _walk(folder: str, relative: str, without: Collection[str] = ()) -> Iterator[tuple[os.DirEntry[str], str]]:
-    with os.scandir(folder) as found:
-        entries = sorted(found, key=lambda entry: entry.name)
+    with os.scandir(folder) as scanned:
+        entries = sorted(scanned, key=lambda entry: entry.name)
     for entry in entries:
         path = f"{relative}/{entry.name}" if relative else entry.name
         if entry.name == "__pycache__" or entry.name in without:
@@ -384,19 +384,19 @@ def open_artifacts(texts: Sequence[str], access: ReadAccess, target: str | None)
     `target` selects a platform of an image, None the only one or this host's. Raises UsageError when there is no such
     artifact or it is for another target, BuildError when it is damaged, HostError when no docker daemon answers.
     """
-    wanted = Target.parse(target) if target else None
+    parsed = Target.parse(target) if target else None
     places = [split(text) for text in texts]
     names = [text for text, (form, _) in zip(texts, places, strict=True) if form is None]
     with ExitStack() as stack:
         readers = []
         for text, (form, rest) in zip(texts, places, strict=True):
-            request = Request(text, rest, wanted.arch if wanted else None, access, stack)
+            request = Request(text, rest, parsed.arch if parsed else None, access, stack)
             try:
                 opened = _FORMS[form or "docker-daemon"][0](request)
             except HostError as error:
                 raise _neither_path_nor_image(names, error) if form is None else error from None
-            if wanted and opened.about.target not in ("", wanted.name):
-                raise UsageError(f"{text} is for {opened.about.target}, not for {wanted.name}")
+            if parsed and opened.about.target not in ("", parsed.name):
+                raise UsageError(f"{text} is for {opened.about.target}, not for {parsed.name}")
             readers.append(opened)
         yield readers
 
@@ -432,10 +432,10 @@ def split(text: str) -> tuple[str | None, str]:
         parse_reference(text)
     except UsageError as error:
         if text.startswith(("/", ".", "~")) or "://" in text or not text:
-            said = f"{text or repr(text)} does not exist"
+            problem = f"{text or repr(text)} does not exist"
         else:
-            said = f"{text}: no such file or folder, and no name of an image: {error.message}"
-        raise UsageError(said, f"give {HELP}") from None
+            problem = f"{text}: no such file or folder, and no name of an image: {error.message}"
+        raise UsageError(problem, f"give {HELP}") from None
     return None, text
 
 

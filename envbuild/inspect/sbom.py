@@ -88,8 +88,8 @@ def _parts(contents: Inventory) -> list[Component]:
     def add(
         kind: str, space: str | None, name: str, version: str, qualifiers: Mapping[str, str], location: str, **more: Any
     ) -> None:
-        told = {name: value for name, value in qualifiers.items() if value}
-        purl = PackageURL(kind, space, name, version or None, told)
+        known = {name: value for name, value in qualifiers.items() if value}
+        purl = PackageURL(kind, space, name, version or None, known)
         text = f"{purl}#{location}" if location else str(purl)
         reference, number = text, 1
         while reference in seen:  # references are unique in a document
@@ -146,13 +146,13 @@ def _licenses(package: PythonPackage) -> list[License]:
             return [make.make_with_expression(package.expression)]
         except InvalidLicenseExpressionException:
             return [make.make_with_name(package.expression)]
-    found: list[License] = []
+    licenses: list[License] = []
     for name in package.licenses:
         try:
-            found.append(make.make_with_id(name))
+            licenses.append(make.make_with_id(name))
         except InvalidSpdxLicenseException:
-            found.append(make.make_with_name(name))
-    return found
+            licenses.append(make.make_with_name(name))
+    return licenses
 
 
 def _properties(**values: str) -> list[Property]:

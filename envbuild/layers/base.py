@@ -52,13 +52,13 @@ class BaseImage(Generic[M]):
 
 
 def base_image(
-    plan: Plan, compiler: Compiler | None, environment: Environment, maker: LayerCache[M], *, offline: bool
+    plan: Plan, compiler: Compiler | None, environment: Environment, cache: LayerCache[M], *, offline: bool
 ) -> BaseImage[M]:
     """Return the base of `plan`, with its layers in the store. Raises BuildError when a part is not available."""
     assert plan.base is not None
     if isinstance(plan.base.base, OciLock):
-        return _existing(plan, plan.base.base, environment, maker)
-    return _debian(plan, plan.base.base, compiler, environment, maker, offline)
+        return _existing(plan, plan.base.base, environment, cache)
+    return _debian(plan, plan.base.base, compiler, environment, cache, offline)
 
 
 def _debian(
@@ -66,7 +66,7 @@ def _debian(
     lock: DebianLock,
     compiler: Compiler | None,
     environment: Environment,
-    maker: LayerCache[M],
+    cache: LayerCache[M],
     offline: bool,
 ) -> BaseImage[M]:
     from envbuild.debian.defaults import rules_digest
@@ -89,7 +89,7 @@ def _debian(
         return with_bytecode(files, compiler, [f"usr/lib/{interpreter}"], plan.mtime)
 
     title = f"Debian {lock.suite}, {len(lock.packages)} packages"
-    made = maker.part(LayerRequest(title, key_of("debian", key), tree))
+    made = cache.part(LayerRequest(title, key_of("debian", key), tree))
     return BaseImage(f"debian:{lock.suite}", "", (made,), path, version)
 
 
@@ -113,7 +113,7 @@ def locked_files(lock: DebianLock, mtime: int, environment: Environment, *, offl
     return debian_tree(list(zip(lock.packages, debs, strict=True)), mtime)
 
 
-def _existing(plan: Plan, lock: OciLock, environment: Environment, maker: LayerCache[M]) -> BaseImage[M]:
+def _existing(plan: Plan, lock: OciLock, environment: Environment, cache: LayerCache[M]) -> BaseImage[M]:
     assert plan.image is not None
     pulled = pull(lock.reference, lock.digest, Target.parse(plan.target).arch, environment, plan.folder)
     if plan.conda:
@@ -121,11 +121,11 @@ def _existing(plan: Plan, lock: OciLock, environment: Environment, maker: LayerC
     else:
         interpreter, version = plan.image.python, plan.python
         _check_interpreter(interpreter, pulled, lock, environment)
-    layers, config = image_layers(pulled, lock.reference, maker), dict(pulled.config.get("config") or {})
+    layers, config = image_layers(pulled, lock.reference, cache), dict(pulled.config.get("config") or {})
     return BaseImage(lock.reference, lock.digest, layers, interpreter, version, config, system_packages=not plan.conda)
 
 
-def image_layers(pulled: Pulled, name: str, maker: LayerCache[M]) -> tuple[M, ...]:
+def image_layers(pulled: Pulled, name: str, cache: LayerCache[M]) -> tuple[M, ...]:
     """Return the layers of an existing image, lowest first. Raises BuildError for a layer of an unknown media type."""
     ids = pulled.config["rootfs"]["diff_ids"]
     layers = []
@@ -134,7 +134,7 @@ def image_layers(pulled: Pulled, name: str, maker: LayerCache[M]) -> tuple[M, ..
         if media_type is None:
             raise BuildError(f"{name}: layer {number} is of unknown media type {blob.media_type!r}")
         layer = Layer(Descriptor(media_type, blob.digest, blob.size), diff_id, 0)
-        layers.append(maker.blob(layer, f"{name}, layer {number} of {len(ids)}"))
+        layers.append(cache.blob(layer, f"{name}, layer {number} of {len(ids)}"))
     return tuple(layers)
 
 

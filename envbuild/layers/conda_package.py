@@ -70,19 +70,19 @@ def read_info(package: Path) -> Info:
 
     Paths that lead outside of the prefix are refused, because installers do not check all of them.
     """
-    found: dict[str, bytes] = {}
+    documents: dict[str, bytes] = {}
     with contextlib.closing(_members(package)) as items:
         for member, content in items:
             folder, _, rest = member.name.partition("/")
             if folder != "info":
                 # In a .tar.bz2, info/ comes first, or (from old builders) last.
-                if "index.json" in found and "paths.json" in found:
+                if "index.json" in documents and "paths.json" in documents:
                     break
             elif rest in _METADATA and content is not None:
                 if member.size > _MAX_INFO:
                     raise BuildError(f"{package.name}: {member.name} has {member.size} bytes")
-                found[rest] = content.read(member.size)
-    return _info(found, package.name)
+                documents[rest] = content.read(member.size)
+    return _info(documents, package.name)
 
 
 def _clean(name: str, package: str) -> str:
@@ -122,18 +122,18 @@ def _part(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
     number = version.get("conda_pkg_format_version") if isinstance(version, dict) else None
     if number != 2:
         raise BuildError(f"{name}: a conda package of format {number!r}, only 2 is known")
-    found = [info for info in archive.infolist() if re.fullmatch(r"info-[^/]+\.tar\.zst", info.filename)]
-    if len(found) != 1:
-        raise BuildError(f"{name}: a conda package has one info-*.tar.zst, this has {len(found)}")
-    return found[0]
+    parts = [info for info in archive.infolist() if re.fullmatch(r"info-[^/]+\.tar\.zst", info.filename)]
+    if len(parts) != 1:
+        raise BuildError(f"{name}: a conda package has one info-*.tar.zst, this has {len(parts)}")
+    return parts[0]
 
 
-def _info(found: dict[str, bytes], package: str) -> Info:
-    index = _json(found, "index.json", package)
-    rows = _json(found, "paths.json", package).get("paths")
+def _info(documents: dict[str, bytes], package: str) -> Info:
+    index = _json(documents, "index.json", package)
+    rows = _json(documents, "paths.json", package).get("paths")
     if not isinstance(rows, list):
         raise BuildError(f"{package}: info/paths.json has no list of paths")
-    link = _json(found, "link.json", package) if "link.json" in found else {}
+    link = _json(documents, "link.json", package) if "link.json" in documents else {}
     noarch = link.get("noarch")
     points = (noarch.get("entry_points") if isinstance(noarch, dict) else None) or []
     for point in points if isinstance(points, list) else [points]:
@@ -142,13 +142,13 @@ def _info(found: dict[str, bytes], package: str) -> Info:
     return Info(index, tuple(_listed(row, package) for row in rows))
 
 
-def _json(found: dict[str, bytes], name: str, package: str) -> dict[str, Any]:
-    if name not in found:
+def _json(documents: dict[str, bytes], name: str, package: str) -> dict[str, Any]:
+    if name not in documents:
         raise BuildError(
             f"{package}: it has no info/{name}", "take a build of this package that conda-build made in 2017 or later"
         )
     try:
-        data = json.loads(found[name])
+        data = json.loads(documents[name])
     except (ValueError, RecursionError) as error:
         raise BuildError(f"{package}: info/{name}: not JSON: {error}") from None
     if not isinstance(data, dict):

@@ -60,8 +60,8 @@ def _planned(lock: DebianLock, python: str) -> Compiler | None:
 
 def _unpacked(lock: DebianLock, own: Compiler, python: str, environment: Environment, offline: bool) -> Compiler:
     """Unpack the base's Python in the store; return `own` with its path. Raises BuildError or HostError."""
-    wanted = re.compile(_PACKAGES.format(python=re.escape(python)))
-    some = replace(lock, packages=tuple(deb for deb in lock.packages if wanted.fullmatch(deb.name)))
+    pattern = re.compile(_PACKAGES.format(python=re.escape(python)))
+    some = replace(lock, packages=tuple(deb for deb in lock.packages if pattern.fullmatch(deb.name)))
     digest = json_digest([[deb.name, deb.sha256] for deb in some.packages]).partition(":")[2]
     root = environment.store.folder(FOLDER) / f"debian-{digest}"
     with atomic.exclusive(root, lambda _: None):
@@ -81,8 +81,8 @@ def _unpacked(lock: DebianLock, own: Compiler, python: str, environment: Environ
 
 
 def _loaders(root: Path) -> list[Path]:
-    found = {os.path.realpath(path) for path in root.glob("usr/lib*/**/ld-linux*.so*")}
-    return [Path(path) for path in found]
+    loaders = {os.path.realpath(path) for path in root.glob("usr/lib*/**/ld-linux*.so*")}
+    return [Path(path) for path in loaders]
 
 
 def _unpack(lock: DebianLock, folder: Path, environment: Environment, offline: bool) -> None:

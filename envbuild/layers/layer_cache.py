@@ -40,10 +40,10 @@ _CONDA = re.compile(re.escape(f"{PREFIX}/conda-meta/") + r"[^/]+\.json")
 _RECORD = re.compile(r"(?:(?!site-packages/)[^/]+/)+site-packages/([^/]+)\.dist-info/RECORD")
 
 
-def recorded(tree: Tree, found: list[tuple[str, str, str]]) -> Tree:
-    """Yield `tree` unchanged, and add its distributions to `found`.
+def recorded(tree: Tree, rows: list[tuple[str, str, str]]) -> Tree:
+    """Yield `tree` unchanged, and add its distributions to `rows`.
 
-    A distribution is a Python distribution with a RECORD. In a layer of conda packages, `found` has the conda packages
+    A distribution is a Python distribution with a RECORD. In a layer of conda packages, `rows` has the conda packages
     instead: their records list all of their files, those of Python distributions included.
     """
     conda: list[tuple[str, str, str]] = []
@@ -55,12 +55,12 @@ def recorded(tree: Tree, found: list[tuple[str, str, str]]) -> Tree:
                 content = io.BytesIO(data)
                 if record:
                     name, _, version = record[1].rpartition("-")
-                    found.append((normalise(name), version, record_digest(data)))
+                    rows.append((normalise(name), version, record_digest(data)))
                 else:
                     conda.append(_conda(json.loads(data)))
             yield entry, content
     if conda:
-        found[:] = conda
+        rows[:] = conda
 
 
 def hashed(tree: Tree, listed: list[Member]) -> Tree:
@@ -171,11 +171,11 @@ class TarCache:
         note = _note(part, self.store)
 
         def write() -> CachedLayer:
-            found: list[tuple[str, str, str]] = []
+            rows: list[tuple[str, str, str]] = []
             listed: list[Member] = []
-            layer = write_layer(hashed(recorded(part.tree(), found), listed), self.store.blobs)
+            layer = write_layer(hashed(recorded(part.tree(), rows), listed), self.store.blobs)
             write_table(_members(part.key, self.store), {"format": _MEMBERS_FORMAT, **packed(listed)})
-            blob, distributions = layer.blob, tuple(sorted(found))
+            blob, distributions = layer.blob, tuple(sorted(rows))
             index = {
                 "media_type": blob.media_type,
                 "digest": blob.digest,
@@ -227,10 +227,10 @@ def cached(
 
     Raises BuildError if writing fails.
     """
-    found = known()
-    if found is not None:
+    layer = known()
+    if layer is not None:
         reuse("layers", title, True)
-        return found
+        return layer
 
     def blobs(made: M) -> list[str]:
         return [made.layer.blob.digest] if isinstance(made, CachedLayer) else []
@@ -249,9 +249,9 @@ def cached(
 
     try:
         with file_lock(place.with_suffix(".lock"), remove=True):
-            found = shared(entry, store.remote, known, make, blobs)  # another process may have written it
+            layer = shared(entry, store.remote, known, make, blobs)  # another process may have written it
             reuse("layers", title, True)
-            return found
+            return layer
     except OSError as error:
         raise store.unwritable(error) from error
 
@@ -262,14 +262,14 @@ def known_part(part: LayerRequest, store: Store) -> CachedLayer | None:
         data = read_note(_note(part, store))
         blob = Descriptor(str(data["media_type"]), str(data["digest"]), data["size"])
         layer = Layer(blob, str(data["diff_id"]), int(data["unpacked"]))
-        found = read_distributions(data["distributions"])
+        distributions = read_distributions(data["distributions"])
         listed = str(data["members"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
     good = blob.media_type in COMPRESSION and is_digest(blob.digest) and is_digest(layer.diff_id)
     if not good or not store.blobs.has(blob) or not store.digests.keep(_members(part.key, store), listed):
         return None
-    return CachedLayer(layer, part.title, part.key, found)
+    return CachedLayer(layer, part.title, part.key, distributions)
 
 
 def read_distributions(rows: Iterable[Sequence[object]]) -> Distributions:

@@ -123,7 +123,7 @@ def _all_files(root: Path) -> Iterator[str]:
         folders[:] = [
             name
             for name in folders
-            if _is_source(here, name) and not any((Path(here, name) / one).exists() for one in _ENVIRONMENTS)
+            if _is_source(here, name) and not any((Path(here, name) / marker).exists() for marker in _ENVIRONMENTS)
         ]
         files += [name for name in folders if os.path.islink(os.path.join(here, name))]
         yield from (os.path.relpath(os.path.join(here, name), root) for name in files if not _SKIPPED.fullmatch(name))
@@ -244,10 +244,10 @@ def _editable(code: OwnCode, wheel: Path) -> Path:
 
 
 def _info(archive: zipfile.ZipFile) -> str:
-    found = [name for name in archive.namelist() if re.fullmatch(r"[^/]*\.dist-info/METADATA", name)]
-    if len(found) != 1:
-        raise BuildError(f"{archive.filename} is not a wheel: it has {len(found)} files METADATA")
-    return found[0].partition("/")[0]
+    names = [name for name in archive.namelist() if re.fullmatch(r"[^/]*\.dist-info/METADATA", name)]
+    if len(names) != 1:
+        raise BuildError(f"{archive.filename} is not a wheel: it has {len(names)} files METADATA")
+    return names[0].partition("/")[0]
 
 
 def _checked(code: OwnCode, wheel: Path, plan: Plan) -> tuple[str, str]:
@@ -257,7 +257,7 @@ def _checked(code: OwnCode, wheel: Path, plan: Plan) -> tuple[str, str]:
     with reading(wheel.name, "wheel"), zipfile.ZipFile(wheel) as archive:
         info, names = _info(archive), archive.namelist()
         lines = required_by(archive, info) if whole else []
-        wanted = [applicable(lines, plan.python, plan.platform, extra) for extra in ("", *code.extras)]
+        requirements = [applicable(lines, plan.python, plan.platform, extra) for extra in ("", *code.extras)]
     stem, _, version = info.removesuffix(".dist-info").rpartition("-")
     name, where = normalise(stem), f"{code.where}: [project]: {wheel.name}"
     known = check_name(plan, name) | {name: ""}  # its extras may require it
@@ -268,7 +268,9 @@ def _checked(code: OwnCode, wheel: Path, plan: Plan) -> tuple[str, str]:
             f"{where} was compiled for this host, and an image may be unable to load it",
             "build a venv or conda environment, or compile it as a layer of [layers]",
         )
-    for other, line in ((other, line) for one in wanted for other, lines in one.items() for line in lines):
+    for other, line in (
+        (other, line) for by_name in requirements for other, lines in by_name.items() for line in lines
+    ):
         has = known.get(other)
         if has is None or (has and not line.specifier.contains(has, prereleases=True)):
             raise BuildError(

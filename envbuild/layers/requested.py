@@ -71,13 +71,13 @@ def for_host(loaded: LoadedRecipe, target: Target, environment: Environment) -> 
         return layers
     from envbuild.layers.local_build_host import host_identity
 
-    def identity(one: SourceLayer) -> str:
+    def identity(layer: SourceLayer) -> str:
         if target.arch != host_arch():
             return f"a host of {target.arch}"  # a plan can be made on any host
         try:
-            return host_identity(one, environment.variables)
+            return host_identity(layer, environment.variables)
         except HostError:  # no compiler: `check_here` reports it if it builds here
-            return f"no compiler; {target.arch}" if one.locked else UNKNOWN  # most packages need none
+            return f"no compiler; {target.arch}" if layer.locked else UNKNOWN  # most packages need none
 
     return _of(layers, identity)
 
@@ -102,11 +102,11 @@ def bind_to_lock(layers: RequestedLayers, lock: Lock | CondaLock) -> RequestedLa
     ]
     packages = hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
-    def bound(one: SourceLayer) -> SourceLayer:
-        if one.system != "wheel":
-            return one
-        seen = f"python {wheels.python}" if one.isolated else f"packages {packages[:16]}"
-        return replace(one, environment=f"{one.environment}; {seen}")
+    def bound(source_layer: SourceLayer) -> SourceLayer:
+        if source_layer.system != "wheel":
+            return source_layer
+        seen = f"python {wheels.python}" if source_layer.isolated else f"packages {packages[:16]}"
+        return replace(source_layer, environment=f"{source_layer.environment}; {seen}")
 
     sources = map(bound, layers.sources)
     return replace(layers, sources=tuple(sources))

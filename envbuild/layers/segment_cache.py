@@ -61,13 +61,13 @@ class SegmentCache:
             self.store.remote.expect([CacheEntry("segment", place.name) for place in paths])
 
     def part(self, part: LayerRequest) -> CachedSegment:
-        found: list[tuple[str, str, str]] = []
-        items = partial(_of_part, part, found)
+        rows: list[tuple[str, str, str]] = []
+        items = partial(_of_part, part, rows)
         # A tar of the layer in the store contains the same files, including their bytecode.
         if (tar := known_part(part, self.store)) is not None:
-            found += tar.distributions
+            rows += tar.distributions
             items = partial(_of_tar, self.store.blobs.path(tar.layer.blob.digest), part.title)
-        return self._made(part.key, part.title, items, found)
+        return self._made(part.key, part.title, items, rows)
 
     def blob(self, layer: Layer, title: str) -> CachedSegment:
         """Return the segment of `layer`. Raises BuildError if its tar does not match the configuration's diff_id."""
@@ -77,18 +77,18 @@ class SegmentCache:
         """Return the layer whose tar, read from `opens`, has the digest `diff_id`. Raises BuildError if it differs."""
         return self._made(_key(diff_id), title, partial(checked_tar, opens, title, diff_id, self.limits), [])
 
-    def tars(self, wanted: Sequence[tuple[str, str, Callable[[], BinaryIO]]]) -> list[CachedSegment]:
+    def tars(self, archives: Sequence[tuple[str, str, Callable[[], BinaryIO]]]) -> list[CachedSegment]:
         """Return the layers of an image, each from the arguments of `tar`.
 
         Reading thousands of small files is Python code, which threads cannot run in parallel. So a second process
         converts layers from the last one backwards, until both meet; not with a team's cache: only this process sends.
         """
-        new = [title for diff_id, title, _ in wanted if not self._place(_key(diff_id)).with_suffix(".index").exists()]
+        new = [title for diff_id, title, _ in archives if not self._place(_key(diff_id)).with_suffix(".index").exists()]
         with ExitStack() as stack:
             if len(new) > 1 and self.workers > 1 and self.store.remote is None:
                 other = replace(self, workers=self.workers // 2)
-                stack.enter_context(forked(lambda: [other.tar(*one) for one in reversed(wanted)]))
-            layers = [self.tar(*one) for one in wanted]
+                stack.enter_context(forked(lambda: [other.tar(*archive) for archive in reversed(archives)]))
+            layers = [self.tar(*archive) for archive in archives]
         for title in new:
             reuse("layers", title, False)
         return layers
@@ -97,7 +97,7 @@ class SegmentCache:
         return made.segment.members
 
     def _made(
-        self, key: str, title: str, items: Callable[[], Items], found: list[tuple[str, str, str]]
+        self, key: str, title: str, items: Callable[[], Items], rows: list[tuple[str, str, str]]
     ) -> CachedSegment:
         place = self._place(key)
         data = place.with_suffix(".data")
@@ -105,7 +105,7 @@ class SegmentCache:
         def write() -> CachedSegment:
             with replacing(data) as path:
                 segment = write_segment(items(), path, self.codec, self.workers)
-            distributions = tuple(sorted(found))
+            distributions = tuple(sorted(rows))
             write_note(place.with_suffix(".json"), {"distributions": distributions})
             self.store.digests.record(data, segment.sha256)
             save(segment, place.with_suffix(".index"))  # last: it marks a complete segment
@@ -177,8 +177,8 @@ def _known(place: Path, title: str, key: str, store: Store, *, whole: bool = Tru
         return None
 
 
-def _of_part(part: LayerRequest, found: list[tuple[str, str, str]]) -> Items:
-    with closing(recorded(part.tree(), found)) as tree:
+def _of_part(part: LayerRequest, rows: list[tuple[str, str, str]]) -> Items:
+    with closing(recorded(part.tree(), rows)) as tree:
         for entry, content in tree:
             yield of_entry(entry), content
 

@@ -76,7 +76,7 @@ def write_slim_wheel(wheel: Path, sha256: str, name: str, rules: SlimRules, plac
     left_out = 0
     blanked: dict[str, dict[str, Any]] = {}
     with reading(wheel.name, "wheel"), zipfile.ZipFile(wheel) as archive:
-        members = [one for one in archive.infolist() if not one.is_dir()]
+        members = [member for member in archive.infolist() if not member.is_dir()]
         info, rows = recorded_rows(archive, wheel.name)
         if not any(rules.blanks(name, member.filename) or rules.removes(member.filename) for member in members):
             return {}
@@ -90,11 +90,11 @@ def write_slim_wheel(wheel: Path, sha256: str, name: str, rules: SlimRules, plac
                 elif path != f"{info}/RECORD":
                     with open_member(archive, member) as stream:
                         blanks = rules if rules.blanks(name, path) else None
-                        found = _copied(stream, member, slim, blanks, place.parent)
-                    if found is not None:
-                        blanked[path] = found
-                        rows[path] = record_row(bytes.fromhex(found["sha256"]), member.file_size)
-            left_out += sum(one["bytes"] for one in blanked.values())
+                        change = _copied(stream, member, slim, blanks, place.parent)
+                    if change is not None:
+                        blanked[path] = change
+                        rows[path] = record_row(bytes.fromhex(change["sha256"]), member.file_size)
+            left_out += sum(row["bytes"] for row in blanked.values())
             did = {**rules.as_json(), "wheel": sha256, "bytes": left_out, "removed": removed, "blanked": blanked}
             text = (json.dumps(did, indent=1) + "\n").encode()
             rows[f"{info}/{SLIM_FILE}"] = record_row(hashlib.sha256(text).digest(), len(text))
@@ -131,19 +131,19 @@ def _copied(
 
 def blank_ranges(library: IO[bytes], rules: SlimRules) -> Ranges:
     """Return the ranges [start, end) of an ELF file that `rules` blank, in order. Raises OSError."""
-    found: Ranges = []
+    ranges: Ranges = []
     chips = tuple(all_chips(rules.chips))
 
     def container(entries: Sequence[CudaEntry]) -> None:
         dropped = unused({code for code, _, _ in entries}, chips)
-        found.extend((start, start + size) for code, start, size in entries if code in dropped)
+        ranges.extend((start, start + size) for code, start, size in entries if code in dropped)
 
     if chips:
         library.seek(0)
         read_gpu_code(library, container)
     if rules.debug:
-        found += _debug_sections(library)
-    return sorted(found)
+        ranges += _debug_sections(library)
+    return sorted(ranges)
 
 
 def _debug_sections(library: IO[bytes]) -> Iterator[tuple[int, int]]:

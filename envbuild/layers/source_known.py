@@ -53,17 +53,17 @@ def source_layers(loaded: LoadedRecipe, target: Target) -> tuple[tuple[SourceLay
     waiting = list(layer_tables)
     while waiting:
         name = waiting.pop()
-        for one in _requires(known[name], layer_tables[name]):
-            if one in tables or one in layer_tables:
+        for required in _requires(known[name], layer_tables[name]):
+            if required in tables or required in layer_tables:
                 continue
-            extra = _known(one, loaded.recipe.fabric, target)
+            extra = _known(required, loaded.recipe.fabric, target)
             if not extra.default:
                 raise RecipeError(
-                    f"{_where(loaded, name)}: {name} needs the layer {one!r}, which {target} does not have",
-                    f'add [layers.{one}] with a version, or kind = "host" and the path where the nodes have it',
+                    f"{_where(loaded, name)}: {name} needs the layer {required!r}, which {target} does not have",
+                    f'add [layers.{required}] with a version, or kind = "host" and the path where the nodes have it',
                 )
-            layer_tables[one], known[one] = LayerTable(version=extra.default), extra
-            waiting.append(one)
+            layer_tables[required], known[required] = LayerTable(version=extra.default), extra
+            waiting.append(required)
     order = _sorted({name: _requires(known[name], layer_tables[name]) for name in layer_tables}, loaded)
     layers = tuple(_layer(loaded, target, name, layer_tables[name], known[name], kinds) for name in order)
     hosts = tuple(HostLayer(name, table.version, table.path) for name, table in tables.items() if kinds[name] == "host")
@@ -92,7 +92,7 @@ def _layer(
             f"{where}: {name} {table.version}: {about}{nearest(table.version, versions)}",
             f"give its archive's sha256 in [layers.{name}], from its project or from `curl -L {fetched} | sha256sum`",
         )
-    requires = tuple(one for one in _requires(known, table) if kinds.get(one) != "wheel")
+    requires = tuple(required for required in _requires(known, table) if kinds.get(required) != "wheel")
     configure = (*_others(known.configure, table.configure), *table.configure)
     system = known.system if table.system == "default" else table.system
     places = {place for option in configure for place in PLACE.findall(option)}
@@ -177,17 +177,17 @@ def _requires(known: Known, table: LayerTable) -> tuple[str, ...]:
 
 def patches_of(loaded: LoadedRecipe, keys: Keys, patches: Sequence[str]) -> tuple[Patch, ...]:
     """Return the `patches` of the recipe's table at `keys`. Raises RecipeError for an unreadable one."""
-    found = []
+    patches_found = []
     for number, patch in enumerate(patches):
         path = loaded.folder / patch
         try:
-            found.append(Patch(str(path), hashlib.sha256(path.read_bytes()).hexdigest()))
+            patches_found.append(Patch(str(path), hashlib.sha256(path.read_bytes()).hexdigest()))
         except OSError as error:
             raise RecipeError(
                 f"{loaded.where(*keys, 'patches', number)}: the patch {path} cannot be read: {error.strerror}",
                 "patches lie below the recipe's folder",
             ) from error
-    return tuple(found)
+    return tuple(patches_found)
 
 
 def _cuda(where: str, name: str, target: Target) -> tuple[LockedPackage, ...]:
@@ -221,8 +221,8 @@ def _sorted(graph: Mapping[str, Sequence[str]], loaded: LoadedRecipe) -> list[st
                 f"{_where(loaded, name)}: layers require each other: {circle}", "remove one of these from `requires`"
             )
         if name not in done and name in graph:
-            for one in sorted(graph[name]):
-                visit(one, (*path, name))
+            for required in sorted(graph[name]):
+                visit(required, (*path, name))
             done.append(name)
 
     for name in sorted(graph):

@@ -275,8 +275,8 @@ def renew_records(tree: Path, name: str) -> None:
             if not path.is_dir() and path != info / "RECORD" and f"share/licenses/{name}/" not in path.as_posix()
         ]
         (info / "RECORD").write_bytes(render_record(rows, info.name))
-        for one in ("INSTALLER", "RECORD"):
-            (info / one).chmod(0o644)
+        for file_name in ("INSTALLER", "RECORD"):
+            (info / file_name).chmod(0o644)
 
 
 def _variables(job: SourceBuild) -> dict[str, str]:

@@ -65,14 +65,18 @@ def check_store(store: Store, workers: int) -> tuple[int, int, list[Path]]:
     sizes = {path: path.stat().st_size for path, _ in files}
     with transfer(f"reading {len(files)} files of {store.root}", sum(sizes.values())) as on_progress:
 
-        def kept(one: tuple[Path, Callable[[], bool]], _: object) -> bool:
-            path, keep = one
+        def kept(item: tuple[Path, Callable[[], bool]], _: object) -> bool:
+            path, keep = item
             good = keep()
             on_progress(sizes[path])
             return good
 
-        found = each(files, kept, workers)
-    return len(files), sum(sizes.values()), [path for (path, _), good in zip(files, found, strict=True) if not good]
+        good_files = each(files, kept, workers)
+    return (
+        len(files),
+        sum(sizes.values()),
+        [path for (path, _), good in zip(files, good_files, strict=True) if not good],
+    )
 
 
 def _keep_file(path: Path, sha256: str, store: Store) -> bool:

@@ -129,12 +129,12 @@ def wheel_programs(wheel: Path, scheme: Scheme) -> dict[str, bool]:
     """
     with reading(wheel.name, "wheel"), zipfile.ZipFile(wheel) as archive:
         opened = _Wheel(archive, wheel.name, scheme, 0)
-        found = {}
+        programs = {}
         for path, (info, script) in opened.members().items():
             if path.startswith(f"{scheme.scripts}/"):
                 with open_member(archive, info) as stream:
-                    found[opened.relative(path)] = not script or stream.read(len(_PYTHON)) != _PYTHON
-        return found | {opened.relative(path): False for path, _ in opened.entry_points()}
+                    programs[opened.relative(path)] = not script or stream.read(len(_PYTHON)) != _PYTHON
+        return programs | {opened.relative(path): False for path, _ in opened.entry_points()}
 
 
 def wheel_record(wheel: Path, scheme: Scheme) -> bytes:
@@ -208,14 +208,14 @@ class _Wheel:
         """Return path → (member, is a script) of every file that is copied, sorted by path."""
         # Of duplicates, the last member is used, and .data takes precedence: the order in which installers write.
         ours = (f"{self.info}/RECORD", f"{self.info}/INSTALLER")
-        found: dict[str, tuple[bool, zipfile.ZipInfo, bool]] = {}
+        members: dict[str, tuple[bool, zipfile.ZipInfo, bool]] = {}
         for info in self._archive.infolist():
             if info.filename.endswith("/") or info.filename in ours:
                 continue
             path, part = self._place(info.filename)
-            if path not in found or found[path][0] <= bool(part):
-                found[path] = bool(part), info, part == "scripts"
-        return {path: found[path][1:] for path in sorted(found)}
+            if path not in members or members[path][0] <= bool(part):
+                members[path] = bool(part), info, part == "scripts"
+        return {path: members[path][1:] for path in sorted(members)}
 
     def _place(self, name: str) -> tuple[str, str]:
         """Return the installed path of a member, and its part of .data, "" for none."""

@@ -82,8 +82,8 @@ def known_wheels(plan: Plan, environment: Environment, offline: bool) -> list[Wh
     The facts come from the store or the team's cache. Raises BuildError for a missing or unsuitable wheel.
     """
 
-    def find(one: LockedPackage) -> Path:
-        return fetch_wheels([one], environment, plan.indexes, plan.bound, offline=offline)[0]
+    def find(locked: LockedPackage) -> Path:
+        return fetch_wheels([locked], environment, plan.indexes, plan.bound, offline=offline)[0]
 
     store, known = environment.store, {}
     for package, facts in zip(plan.packages, wheel_facts([p.hashes for p in plan.packages], store), strict=True):
@@ -178,8 +178,8 @@ def pinned(wheels: Iterable[WheelFile]) -> str:
 def wheel_arch(name: str) -> str | None:
     """Return the processor in the platform tag (PEP 425) of the wheel file `name`; None for "any" or unknown tags."""
     platforms = name.removesuffix(".whl").rpartition("-")[2].split(".")
-    found = {arch for arch in ARCHES for platform in platforms if platform.endswith(f"_{arch}")}
-    return found.pop() if len(found) == 1 else None
+    arches = {arch for arch in ARCHES for platform in platforms if platform.endswith(f"_{arch}")}
+    return arches.pop() if len(arches) == 1 else None
 
 
 def _read_torch(path: Path) -> tuple[dict[str, str], list[str]]:
@@ -199,13 +199,13 @@ def _read_torch(path: Path) -> tuple[dict[str, str], list[str]]:
 def wheel_facts(hashes: Sequence[Sequence[str]], store: Store) -> list[Facts | None]:
     """Return the facts of each wheel, given its possible sha256, from `store` or its remote cache; None if unknown."""
     entries = [_facts_entry(those) for those in hashes]
-    found = [_read_facts(entry, those, store) for entry, those in zip(entries, hashes, strict=True)]
+    facts_list = [_read_facts(entry, those, store) for entry, those in zip(entries, hashes, strict=True)]
     if store.remote is not None:
-        store.remote.expect([entry for entry, facts in zip(entries, found, strict=True) if facts is None])
+        store.remote.expect([entry for entry, facts in zip(entries, facts_list, strict=True) if facts is None])
         for number, entry in enumerate(entries):
-            if found[number] is None:
-                found[number] = fetched(entry, store.remote, partial(_read_facts, entry, hashes[number], store))
-    return found
+            if facts_list[number] is None:
+                facts_list[number] = fetched(entry, store.remote, partial(_read_facts, entry, hashes[number], store))
+    return facts_list
 
 
 def note_facts(hashes: Sequence[str], wheel: WheelFile, store: Store) -> None:

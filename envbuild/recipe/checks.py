@@ -139,7 +139,7 @@ def _check_file(reference: DirectReference) -> None:
 
 def _fragment(text: str, accepted: str) -> dict[str, str]:
     """Return KEY=VALUE pairs of a URL's fragment. Raises ValueError for keys but `accepted` and pip's old `egg`."""
-    pairs = {key: unquote(value) for key, _, value in (one.partition("=") for one in text.split("&") if one)}
+    pairs = {key: unquote(value) for key, _, value in (field.partition("=") for field in text.split("&") if field)}
     if pairs.keys() - {accepted, "egg"}:
         raise ValueError(f"after # only {accepted}= is accepted")
     return pairs
@@ -219,8 +219,8 @@ def _corrected(text: str) -> str | None:
     version = version.replace("=>", ">=").replace("=<", "<=")
     version = re.sub(r"(?<![=<>!~])=(?!=)\s*([\w.]+\*?)(=[\w*]+)?", r"==\1", version)
     version = re.sub(r"(?<=[\w*])\s*(?=[<>!~])", ",", version)
-    found = f"{name}=={version}" if version[:1].isdigit() else f"{name}{version}"
-    return found if found != text and _parse_problem(found) is None else None
+    corrected = f"{name}=={version}" if version[:1].isdigit() else f"{name}{version}"
+    return corrected if corrected != text and _parse_problem(corrected) is None else None
 
 
 def requirement_parts(text: str) -> tuple[str, str]:
@@ -314,9 +314,9 @@ def applicable(lines: Iterable[str], python: str, platform: str, extra: str = ""
         "platform_machine": platform.partition("-")[0],
         "extra": extra,
     }
-    found: dict[str, list[Requirement]] = {}
+    lines_of: dict[str, list[Requirement]] = {}
     for text in lines:
         line = Requirement(text)
         if line.marker is None or line.marker.evaluate(variables):
-            found.setdefault(normalise(line.name), []).append(line)
-    return found
+            lines_of.setdefault(normalise(line.name), []).append(line)
+    return lines_of

@@ -95,7 +95,8 @@ def find_recipe(name_or_path: str, folders: Sequence[Path]) -> Path:
         )
     raise UsageError(
         f"there is no recipe {name_or_path!r}{nearest(name_or_path, recipe_files(folders))}",
-        hint="Searched: " + ", ".join(f"{one}" if _may_enter(one) else f"{one} (permission denied)" for one in folders),
+        hint="Searched: "
+        + ", ".join(f"{folder}" if _may_enter(folder) else f"{folder} (permission denied)" for folder in folders),
     )
 
 

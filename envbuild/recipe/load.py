@@ -99,17 +99,17 @@ class LoadedRecipe:
 
     def build_table(self, name: str) -> BuildTable:
         """Return the [build] table of a package (normalised name), or an empty table."""
-        known = {normalise(one): table for one, table in self.recipe.build.items()}
+        known = {normalise(package): table for package, table in self.recipe.build.items()}
         return known.get(name, BuildTable())
 
     def _builds_of(self, target: Target) -> dict[str, object]:
         """Return the [build] settings for `target`, as input of a lock's digest; {} if there are none."""
         tables = self.builds(target)
-        found = {
+        builds = {
             name: [table.requires, table.dependencies, table.environment, table.isolation]
             for name, table in tables.items()
         }
-        return {"build": found} if found else {}
+        return {"build": builds} if builds else {}
 
     def requirements(self, target: Target, conda: bool) -> tuple[str, ...]:
         """Return the requirements of `target`; with `conda`, the requirements that pip adds to the conda packages."""
@@ -142,8 +142,10 @@ class LoadedRecipe:
     def where_build(self, name: str) -> str:
         """Return `FILE:LINE:COL` of a package (normalised name) in [build], else in a list of requirements."""
         known = self.document.data.get("build", ())
-        keys = {normalise(one): ("build", n if isinstance(known, list) else one) for n, one in enumerate(known)}
-        direct = {requirement_parts(text)[0]: one for one, text in requirement_entries(self.document)}
+        keys = {
+            normalise(package): ("build", n if isinstance(known, list) else package) for n, package in enumerate(known)
+        }
+        direct = {requirement_parts(text)[0]: keys_of for keys_of, text in requirement_entries(self.document)}
         return self.document.where(*(keys.get(name) or direct.get(name) or ()))
 
     def where(self, *keys: str | int) -> str:
@@ -161,9 +163,9 @@ class LoadedRecipe:
             arch = host_arch()
             fitting = [known for known in names if Target.parse(known).arch == arch]
             if f"cpu-{arch}" not in fitting and len(fitting) != 1:
-                what = "several targets" if fitting else "no target"
+                count_text = "several targets" if fitting else "no target"
                 raise UsageError(
-                    f"recipe {recipe.name!r} has {what} for this host ({arch}); its targets: {', '.join(names)}",
+                    f"recipe {recipe.name!r} has {count_text} for this host ({arch}); its targets: {', '.join(names)}",
                     hint="Name the target.",
                 )
             name = fitting[0] if len(fitting) == 1 else f"cpu-{arch}"
@@ -256,17 +258,19 @@ def decode_recipe(document: Document) -> LoadedRecipe:
         verify_mistakes,
         _wrong_folder,
     )
-    recipe = decode(document, model.Recipe, check=lambda one: [problem for check in checks for problem in check(one)])
+    recipe = decode(
+        document, model.Recipe, check=lambda checked: [problem for check in checks for problem in check(checked)]
+    )
     script = _script_of(recipe.verify, document)
     if recipe.project is None:
         return LoadedRecipe(recipe, document.path, document, script=script)
     code = declared_code(document, recipe.project)
-    found = tuple(dict.fromkeys(declared_requirements(code, recipe.project, document)))
+    declared = tuple(dict.fromkeys(declared_requirements(code, recipe.project, document)))
     conda, wheels = recipe.conda, recipe.requirements
     if conda.dependencies:
-        conda = dataclasses.replace(conda, requirements=conda.requirements + found)
+        conda = dataclasses.replace(conda, requirements=conda.requirements + declared)
     if recipe.environment != "conda" or wheels:  # else the recipe has no wheel lock
-        wheels += found
+        wheels += declared
     return LoadedRecipe(
         dataclasses.replace(recipe, requirements=wheels, conda=conda), document.path, document, code, script
     )

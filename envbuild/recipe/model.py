@@ -112,12 +112,12 @@ def layer_mistakes(document: Document) -> Iterator[Problem]:
             for option in ("url", "sha256", "system", "configure", "patches", "requires"):
                 if table.get(option):
                     yield ("layers", name, option), f"{option!r}: only for a layer that is built from source"
-        for number, one in enumerate(list_at(table, "requires")):
-            if one not in layers or one == name:
-                yield ("layers", name, "requires", number), f"{one!r} is not another layer of this recipe"
-        for number, one in enumerate(list_at(table, "targets")):
-            if targets and one not in targets:
-                yield ("layers", name, "targets", number), f"the recipe has no target {one!r}"
+        for number, word in enumerate(list_at(table, "requires")):
+            if word not in layers or word == name:
+                yield ("layers", name, "requires", number), f"{word!r} is not another layer of this recipe"
+        for number, word in enumerate(list_at(table, "targets")):
+            if targets and word not in targets:
+                yield ("layers", name, "targets", number), f"the recipe has no target {word!r}"
 
 
 @dataclass(frozen=True)
@@ -201,14 +201,14 @@ def build_mistakes(document: Document) -> Iterator[Problem]:
     for name in _names(document, "build"):
         if normalise(name) in layers:
             yield ("build", name), f"{name!r} is built as [layers.{normalise(name)}]; take one of both out"
-        for number, one in enumerate(list_at(tables, name, "targets")):
-            if targets and one not in targets:
-                yield ("build", name, "targets", number), f"the recipe has no target {one!r}"
+        for number, word in enumerate(list_at(tables, name, "targets")):
+            if targets and word not in targets:
+                yield ("build", name, "targets", number), f"the recipe has no target {word!r}"
 
 
 def _names(document: Document, table: str) -> list[str]:
-    found = document.data.get(table)
-    return [name for name in found if isinstance(name, str)] if isinstance(found, dict | list) else []
+    entry = document.data.get(table)
+    return [name for name in entry if isinstance(name, str)] if isinstance(entry, dict | list) else []
 
 
 @dataclass(frozen=True)

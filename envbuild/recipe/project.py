@@ -121,7 +121,7 @@ def declared_requirements(code: OwnCode, table: ProjectTable, document: Document
     todo: list[tuple[str, tuple[str, ...]]] = [(code.where, ("project", "dependencies"))]
     for kind, parent in (("extras", _EXTRAS), ("groups", _GROUPS)):
         names = enumerate(getattr(table, kind))
-        todo += [(document.where("project", kind, number), (*parent, normalise(one))) for number, one in names]
+        todo += [(document.where("project", kind, number), (*parent, normalise(extra))) for number, extra in names]
     for asked, keys in todo:  # which grows meanwhile
         for where, text in _entries(own, keys, asked):
             more: list[tuple[str, ...]] = []
@@ -133,7 +133,7 @@ def declared_requirements(code: OwnCode, table: ProjectTable, document: Document
                 more = [(*_EXTRAS, normalise(extra)) for extra in sorted(parsed.extras)]
             else:
                 yield text
-            todo += [(where, one) for one in more if all(one != known for _, known in todo)]
+            todo += [(where, extra) for extra in more if all(extra != known for _, known in todo)]
 
 
 def _entries(own: Document, keys: tuple[str, ...], asked: str) -> Iterator[tuple[str, Any]]:
@@ -142,7 +142,7 @@ def _entries(own: Document, keys: tuple[str, ...], asked: str) -> Iterator[tuple
     The last key is a normalised name. RecipeError names `asked`, the place of the reference, if the key is missing.
     """
     above, name = keys[:-1], keys[-1]
-    known = {normalise(one): one for one in table_at(own.data, *above)}
+    known = {normalise(group): group for group in table_at(own.data, *above)}
     keys = (*above, known.get(name, name))
     entries, files = value_at(own.data, *keys), value_at(own.data, "tool", "setuptools", "dynamic", *keys[1:], "file")
     if entries is None:
@@ -172,5 +172,7 @@ def _matches(path: str, globs: Collection[str]) -> bool:
     names = path.split("/")
     around = ["/".join(names[:count]) for count in range(1, len(names) + 1)]
     return any(
-        fnmatchcase(one, glob.strip("/")) for glob in globs for one in (around if "/" in glob.rstrip("/") else names)
+        fnmatchcase(candidate, glob.strip("/"))
+        for glob in globs
+        for candidate in (around if "/" in glob.rstrip("/") else names)
     )

@@ -161,7 +161,7 @@ def torch_builds(text: str) -> dict[str, str]:
 
 def survey_builds(survey: Collection[str]) -> dict[str, str]:
     """Return the accelerators of a torch build from the entries of a survey, such as `cuda=12.6`."""
-    pairs = (one.partition("=") for one in survey)
+    pairs = (pair.partition("=") for pair in survey)
     return {name: version for name, equals, version in pairs if equals}
 
 
@@ -177,19 +177,19 @@ def accelerator_fault(target: str, builds: Mapping[str, str], libraries: Collect
             return None
         return f"is built for {builds_title(builds) or 'GPUs'}, and {target} is for CPUs"
     title, version = accelerator.title, accelerator.version(tag) or ""
-    found = builds.get(accelerator.torch_field)
-    if found is None or accelerator.torch_library not in libraries:
+    built_for = builds.get(accelerator.torch_field)
+    if built_for is None or accelerator.torch_library not in libraries:
         return f"has no {title} in it, and {target} needs {title} {version}"
     parts = 2 if exact else 1  # a HIP version has more components than its target
-    if found.split(".")[:parts] == version.split(".")[:parts]:
+    if built_for.split(".")[:parts] == version.split(".")[:parts]:
         return None
-    return f"is built for {title} {found}, and {target} is for {title} {version}"
+    return f"is built for {title} {built_for}, and {target} is for {title} {version}"
 
 
 def builds_title(builds: Mapping[str, str]) -> str:
     """Return `CUDA 12.6` for {"cuda": "12.6"}; "" for a build for CPUs."""
     families = [accelerator for accelerator in gpu_families() if accelerator.torch_field in builds]
-    return " and ".join(f"{one.title} {builds[one.torch_field]}" for one in families)
+    return " and ".join(f"{family.title} {builds[family.torch_field]}" for family in families)
 
 
 ARCHES = ("x86_64", "aarch64")

@@ -65,33 +65,33 @@ def part(value: Any, place: str) -> Any:
 
 def text_of(value: Any, place: str = "") -> str:
     """Return a text or number, "" for anything else."""
-    found = part(value, place) if place else value
-    return str(found) if isinstance(found, (str, int, float)) and not isinstance(found, bool) else ""
+    inner = part(value, place) if place else value
+    return str(inner) if isinstance(inner, (str, int, float)) and not isinstance(inner, bool) else ""
 
 
 def number_of(value: Any, place: str = "") -> float | None:
     """Return a finite number of a size that can be drawn, None for anything else."""
-    found = part(value, place) if place else value
-    if isinstance(found, bool) or not isinstance(found, (int, float)):
+    inner = part(value, place) if place else value
+    if isinstance(inner, bool) or not isinstance(inner, (int, float)):
         return None
     # An integer of JSON may be larger than any float.
-    return float(found) if -_MOST < found < _MOST and math.isfinite(found) else None
+    return float(inner) if -_MOST < inner < _MOST and math.isfinite(inner) else None
 
 
 def numbers_of(value: Any) -> list[float]:
     """Return the numbers of a list up to the first value that is not a number."""
-    found: list[float] = []
-    for one in value if isinstance(value, list) else ():
-        number = number_of(one)
+    numbers: list[float] = []
+    for item in value if isinstance(value, list) else ():
+        number = number_of(item)
         if number is None:
             break
-        found.append(number)
-    return found
+        numbers.append(number)
+    return numbers
 
 
 def objects(value: Any) -> list[Mapping[str, Any]]:
     """Return the objects in a list."""
-    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 
 
 def is_receipt(value: object) -> bool:
@@ -108,27 +108,27 @@ def checks_of(receipt: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def evidence(receipt: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return the evidence of a check, {} without it."""
-    found = next((one.get("evidence") for one in checks_of(receipt) if one.get("name") == name), None)
-    return found if isinstance(found, Mapping) else {}
+    content = next((row.get("evidence") for row in checks_of(receipt) if row.get("name") == name), None)
+    return content if isinstance(content, Mapping) else {}
 
 
 def counts(receipt: Mapping[str, Any]) -> dict[str, int]:
     """Return the number of checks by status."""
-    told = [one.get("status") for one in checks_of(receipt)]
-    return {status: told.count(status) for status in (PASSED, FAILED, BLOCKED, OPEN)}
+    statuses = [row.get("status") for row in checks_of(receipt)]
+    return {status: statuses.count(status) for status in (PASSED, FAILED, BLOCKED, OPEN)}
 
 
 def has_passed(receipt: Mapping[str, Any]) -> bool:
     """Return whether the receipt and all of its checks passed."""
-    found = counts(receipt)
-    return receipt.get("passed") is True and not found[FAILED] and not found[BLOCKED]
+    numbers = counts(receipt)
+    return receipt.get("passed") is True and not numbers[FAILED] and not numbers[BLOCKED]
 
 
 def moment(receipt: Mapping[str, Any]) -> datetime | None:
     """Return the time of the verification."""
     try:
-        found = datetime.fromisoformat(text_of(receipt, "verified_at"))
-        return found.replace(tzinfo=found.tzinfo or UTC).astimezone(UTC)
+        time = datetime.fromisoformat(text_of(receipt, "verified_at"))
+        return time.replace(tzinfo=time.tzinfo or UTC).astimezone(UTC)
     except (ValueError, OverflowError):
         return None
 
@@ -136,10 +136,10 @@ def moment(receipt: Mapping[str, Any]) -> datetime | None:
 def packages_of(receipt: Mapping[str, Any]) -> dict[str, str]:
     """Return name → version of the packages in a receipt; the version is "" if the receipt has only names."""
     named = receipt.get("packages")
-    found = {name: "" for name in named if isinstance(name, str)} if isinstance(named, list) else {}
+    packages = {name: "" for name in named if isinstance(name, str)} if isinstance(named, list) else {}
     versions = evidence(receipt, "installed").get("packages")
-    return found | {
-        str(name): text_of(one) for name, one in (versions if isinstance(versions, Mapping) else {}).items()
+    return packages | {
+        str(name): text_of(version) for name, version in (versions if isinstance(versions, Mapping) else {}).items()
     }
 
 

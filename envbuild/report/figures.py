@@ -77,16 +77,16 @@ def ticks(low: float, high: float) -> list[float]:
         high = low + (abs(low) if abs(low) > _LEAST else 1.0)
     raw = (high - low) / _TICKS
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(power * one for one in (1, 2, 5, 10) if power * one >= raw * 0.999)
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
     first, last = math.floor(low / step), math.ceil(high / step - 1e-9)
-    return [step * one for one in range(first, last + 1)]
+    return [step * count for count in range(first, last + 1)]
 
 
 def line_chart(
     series: Sequence[Series], title: str, x_labels: Sequence[tuple[float, str]], x_name: str, y_name: str
 ) -> Html:
     """Return lines over a common axis; `x_labels` are (place, text)."""
-    points = [point for one in series for point in one.points]
+    points = [point for line in series for point in line.points]
     if not points:
         return Html()
     levels = ticks(min(0.0, *(y for _, y in points)), max(y for _, y in points))
@@ -108,10 +108,10 @@ def line_chart(
         h("text", text, x=across(x), y=_HEIGHT - 8, text_anchor="middle")
         for x, text in _thinned(x_labels, right - left)
     ]
-    dense = " dense" if any(len(_dots(one)) > _DENSE for one in series) else ""
-    for one in series:
+    dense = " dense" if any(len(_dots(line)) > _DENSE for line in series) else ""
+    for drawn in series:
         # One path for all points: elements of their own would be most of a page. Its units are stretched to the width.
-        way = "L".join(f"{place(x):.2f} {up(y):.6g}" for x, y in one.points)
+        way = "L".join(f"{place(x):.2f} {up(y):.6g}" for x, y in drawn.points)
         path = h("path", d=f"M{way}", class_="line", vector_effect="non-scaling-stroke")
         line = h(
             "svg",
@@ -123,11 +123,11 @@ def line_chart(
             aria_hidden="true",
         )
         dots = [
-            h("circle", h("title", f"{one.name}, {x_name} {short(x)}: {short(y)}"), cx=across(x), cy=up(y), r="4")
-            for x, y in _dots(one)
+            h("circle", h("title", f"{drawn.name}, {x_name} {short(x)}: {short(y)}"), cx=across(x), cy=up(y), r="4")
+            for x, y in _dots(drawn)
         ]
-        parts.append(h("g", line if len(one.points) > 1 else None, dots, class_=one.look + dense))
-    legend = [(one.look, one.name) for one in series if one.points]
+        parts.append(h("g", line if len(drawn.points) > 1 else None, dots, class_=drawn.look + dense))
+    legend = [(line.look, line.name) for line in series if line.points]
     return _figure(title, _HEIGHT, 56, names, parts, legend, f"{y_name} over {x_name}")
 
 
@@ -154,8 +154,8 @@ def bar_chart(rows: Sequence[tuple[str, float]], title: str, unit: str, floor: f
 
 def timeline(spans: Sequence[Span], title: str, legend: Sequence[tuple[str, str]], note: str) -> Html:
     """Return a row for each label, with its bars over seconds."""
-    labels = list(dict.fromkeys(one.label for one in spans))
-    most = max((one.end for one in spans), default=0.0) or 1.0
+    labels = list(dict.fromkeys(span.label for span in spans))
+    most = max((span.end for span in spans), default=0.0) or 1.0
     levels = [level for level in ticks(0.0, most) if level <= most * 1.001]
     height = len(labels) * _ROW + 30
     parts: list[Html] = []
@@ -249,10 +249,10 @@ def training(entry: ReportEntry) -> Html | None:
         )
     ]
     worst = max((_relative(a, b) for a, b in zip(losses, alone, strict=False)), default=None)
-    told = "" if worst is None else f" The largest relative difference to one process is {short(worst)}."
-    told += f" At most {short(tolerance)} is allowed." if worst is not None and tolerance is not None else ""
+    comment = "" if worst is None else f" The largest relative difference to one process is {short(worst)}."
+    comment += f" At most {short(tolerance)} is allowed." if worst is not None and tolerance is not None else ""
     first, last = (losses or alone)[0], (losses or alone)[-1]
-    title = f"Loss over {end} epochs: from {short(first)} to {short(last)}.{told}"
+    title = f"Loss over {end} epochs: from {short(first)} to {short(last)}.{comment}"
     labels = [(float(epoch), str(epoch)) for epoch in range(1, min(end, 1000) + 1)]
     rows = [
         (
@@ -267,7 +267,7 @@ def training(entry: ReportEntry) -> Html | None:
     columns = ("Epoch", "Run", "Loss", "One process", "Relative difference")
     return joined(
         line_chart(series, title, labels, "epochs", "Mean loss of a step" if curve.get("steps") else "Mean loss"),
-        h("p", told.strip()) if told else None,
+        h("p", comment.strip()) if comment else None,
         folded("Figures", table("Loss of each epoch", columns, rows, numbers=(2, 3, 4))) if rows else None,
     )
 
@@ -282,27 +282,27 @@ def _points(losses: Sequence[float], steps: object, first: int = 0) -> list[tupl
     ]
 
 
-def _relative(one: float, other: float) -> float:
-    return min(1e99, abs(one - other) / max(abs(other), 1e-12))
+def _relative(value: float, other: float) -> float:
+    return min(1e99, abs(value - other) / max(abs(other), 1e-12))
 
 
 def bandwidth(entry: ReportEntry) -> Html | None:
     """Return the all-reduce bus bandwidth by size, against the floor."""
-    found = evidence(entry.receipt, "bandwidth")
+    details = evidence(entry.receipt, "bandwidth")
     rows = [
-        (_binary(size), busbw, number_of(one, "algbw"), number_of(one, "seconds"))
-        for one in objects(found.get("table"))
-        if (size := number_of(one, "bytes")) is not None and (busbw := number_of(one, "busbw")) is not None
+        (_binary(size), busbw, number_of(row, "algbw"), number_of(row, "seconds"))
+        for row in objects(details.get("table"))
+        if (size := number_of(row, "bytes")) is not None and (busbw := number_of(row, "busbw")) is not None
     ][:64]
     if not rows:
         return None
-    floor = max(0.0, number_of(found, "floor") or 0.0)
-    said = f"the floor is {short(floor)} GB/s" if floor else "no floor is set"
-    title = f"Bus bandwidth of all-reduce: {short(rows[-1][1])} GB/s at {rows[-1][0]}; {said}."
-    backend = text_of(found, "backend")
-    note = f"Bus bandwidth by size{f', {backend}' if backend else ''}; {said}"
+    floor = max(0.0, number_of(details, "floor") or 0.0)
+    floor_text = f"the floor is {short(floor)} GB/s" if floor else "no floor is set"
+    title = f"Bus bandwidth of all-reduce: {short(rows[-1][1])} GB/s at {rows[-1][0]}; {floor_text}."
+    backend = text_of(details, "backend")
+    note = f"Bus bandwidth by size{f', {backend}' if backend else ''}; {floor_text}"
     columns = ("Size", "Bus bandwidth, GB/s", "Algorithm bandwidth, GB/s", "Seconds")
-    figures = [(size, *("—" if one is None else short(one) for one in rest)) for size, *rest in rows]
+    figures = [(size, *("—" if figure is None else short(figure) for figure in rest)) for size, *rest in rows]
     return joined(
         bar_chart([(size, busbw) for size, busbw, *_ in rows], title, "GB/s", floor, note),
         folded("Figures", table("All-reduce by size", columns, figures, numbers=(1, 2, 3))),
@@ -325,17 +325,17 @@ def launches(entry: ReportEntry) -> Html | None:
     rows: list[tuple[object, ...]] = []
     known = True
     for name, look, title in _LAUNCHES:
-        found = evidence(entry.receipt, name)
-        took = next(iter(numbers_of(found.get("seconds"))), None)
+        details = evidence(entry.receipt, name)
+        took = next(iter(numbers_of(details.get("seconds"))), None)
         if took is None or took < 0:
             continue
         # Receipts before `performance` have the import and the step of each launch in its evidence.
-        start, imported = number_of(found, "started_s"), number_of(found, "import_s")
+        start, imported = number_of(details, "started_s"), number_of(details, "import_s")
         if imported is None and name == "launch":
             imported = number_of(entry.receipt, "performance.import_s")
         known = known and start is not None
-        start, codes = max(0.0, start or 0.0), found.get("returncodes")
-        step = step_seconds(entry.receipt) if name == "launch" else number_of(found, "step_s")
+        start, codes = max(0.0, start or 0.0), details.get("returncodes")
+        step = step_seconds(entry.receipt) if name == "launch" else number_of(details, "step_s")
         rows.append(
             (
                 title,
@@ -357,7 +357,7 @@ def launches(entry: ReportEntry) -> Html | None:
                 spans.append(Span(label, start, end, look, f"{title}: {took:.2f} s"))
     if not spans:
         return None
-    told = "; ".join(f"{row[0]} {row[2]} s" for row in rows)
+    summary = "; ".join(f"{row[0]} {row[2]} s" for row in rows)
     note = "Seconds since the first launch. The import is rank 0's."
     if any(span.look == "resumed" for span in spans):
         note += " The resumed launch may prepare beside the first; it is timed from the end of the first."
@@ -368,7 +368,7 @@ def launches(entry: ReportEntry) -> Html | None:
     ]
     columns = ("Launch", "Start, s", "Took, s", "Import of torch, s", "Training step, ms", "Exit codes")
     return joined(
-        timeline(spans, f"Timeline of the launches: {told}.", looks, note),
+        timeline(spans, f"Timeline of the launches: {summary}.", looks, note),
         folded("Figures", table("Launches", columns, rows, numbers=(1, 2, 3, 4))),
     )
 
@@ -380,32 +380,34 @@ def _labels(name: str, ranks: Sequence[Mapping[str, Any]], receipt: Mapping[str,
     if name == "relaunch":
         size = int(min(1e6, max(1.0, number_of(evidence(receipt, "resume"), "world_size") or 1.0)))
         return [f"resumed rank {rank}" for rank in range(size)] if size <= _MOST_RANKS else [f"resumed, {size} ranks"]
-    told = [(text_of(rank, "group_rank"), text_of(rank, "rank")) for rank in ranks]
-    if not 0 < len(told) <= _MOST_RANKS:
-        nodes = list(dict.fromkeys(node for node, _ in told))[:_MOST_RANKS]
+    labels = [(text_of(rank, "group_rank"), text_of(rank, "rank")) for rank in ranks]
+    if not 0 < len(labels) <= _MOST_RANKS:
+        nodes = list(dict.fromkeys(node for node, _ in labels))[:_MOST_RANKS]
         return [f"node {node}" for node in nodes] or ["all ranks"]
-    return [f"node {node}, rank {rank}" for node, rank in told]
+    return [f"node {node}, rank {rank}" for node, rank in labels]
 
 
 def packages(entry: ReportEntry, shared: Shared) -> Html | None:
     """Return the packages with versions, their sizes if the artifact is there, and the SBOM."""
-    found = list(entry.packages)
-    if not found:
-        found = [SizedPackage(name, version, "") for name, version in packages_of(entry.receipt).items()]
-    if not found and not entry.sbom:
+    sized_packages = list(entry.packages)
+    if not sized_packages:
+        sized_packages = [SizedPackage(name, version, "") for name, version in packages_of(entry.receipt).items()]
+    if not sized_packages and not entry.sbom:
         return None
-    found.sort(key=lambda one: (-one.size, one.name, one.version))
-    sized = sum(package.size for package in found)
+    sized_packages.sort(key=lambda package: (-package.size, package.name, package.version))
+    sized = sum(package.size for package in sized_packages)
     parts: list[object] = []
     if sized:
-        count = sum(package.size > 0 for package in found)
-        told = f", {count} of them with sizes" if count < len(found) else ""
+        count = sum(package.size > 0 for package in sized_packages)
+        sizes_text = f", {count} of them with sizes" if count < len(sized_packages) else ""
         more = f"; the artifact has {entry.files} files, {human_size(entry.size)}" if entry.files is not None else ""
-        parts.append(h("p", f"{len(found)} packages{told}, {human_size(sized)}{more}."))
-    elif found:
-        parts.append(h("p", f"{len(found)} packages. Sizes are shown where the artifact lies beside its receipt."))
-    if found:
-        several = len({package.kind for package in found}) > 1
+        parts.append(h("p", f"{len(sized_packages)} packages{sizes_text}, {human_size(sized)}{more}."))
+    elif sized_packages:
+        parts.append(
+            h("p", f"{len(sized_packages)} packages. Sizes are shown where the artifact lies beside its receipt.")
+        )
+    if sized_packages:
+        several = len({package.kind for package in sized_packages}) > 1
         rows = [
             [
                 package.name,
@@ -413,11 +415,11 @@ def packages(entry: ReportEntry, shared: Shared) -> Html | None:
                 *([human_size(package.size) if package.size else "—"] if sized else []),
                 *([package.kind] if several else []),
             ]
-            for package in found[:3000]
+            for package in sized_packages[:3000]
         ]
         columns = ("Package", "Version", *(["Size"] if sized else []), *(["Kind"] if several else []))
         listed = table("Packages", columns, rows, numbers=(2,) if sized else ())
-        parts.append(folded(f"All {len(found)} packages", listed, is_open=len(found) <= _FEW))
+        parts.append(folded(f"All {len(sized_packages)} packages", listed, is_open=len(sized_packages) <= _FEW))
     if entry.sbom:
         parts.append(h("p", download(entry, "the SBOM (CycloneDX 1.6)", ".cdx.json", entry.sbom, shared)))
     return joined(parts)
@@ -428,23 +430,23 @@ def libraries(entry: ReportEntry) -> Html | None:
     loaded, linkage = evidence(entry.receipt, "libraries"), evidence(entry.receipt, "linkage")
     versions = evidence(entry.receipt, "versions")
     base = linkage.get("base")
-    told = [
+    rows = [
         ("Interpreter", text_of(versions, "executable")),
         ("torch", text_of(versions, "torch_file")),
         ("Backend", text_of(versions, "backend")),
     ]
     needs = {name: value for name, value in base.items() if text_of(value)} if isinstance(base, Mapping) else {}
     if needs:
-        told.append(("Needs at least", ", ".join(f"{name} {text_of(value)}" for name, value in needs.items())))
+        rows.append(("Needs at least", ", ".join(f"{name} {text_of(value)}" for name, value in needs.items())))
     own = part(entry.receipt, "layers")
     layers = [
-        (text_of(one, "name"), text_of(one, "version"), text_of(one, "path") or "in the artifact")
-        for one in objects(own)
+        (text_of(row, "name"), text_of(row, "version"), text_of(row, "path") or "in the artifact")
+        for row in objects(own)
     ]
-    if not any(value for _, value in told) and not loaded and not layers:
+    if not any(value for _, value in rows) and not loaded and not layers:
         return None
     return joined(
-        pairs(told),
+        pairs(rows),
         table("Source layers", ("Layer", "Version", "From"), layers) if layers else None,
         evidence_html(loaded) if loaded else None,
     )

@@ -107,14 +107,14 @@ def read_receipt_of(path: Path) -> dict[str, Any]:
     """Return the receipt in a file, complete or not. Raises UsageError for any other file."""
     advice = f"give an artifact, or the file NAME{_SUFFIX} that a build or `envbuild verify` writes beside it"
     try:
-        found = parse_json(read_small(path))
+        content = parse_json(read_small(path))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", advice) from None
     except ValueError as error:
         raise UsageError(f"{path} is not a receipt: it is not JSON: {error}", advice) from None
-    if not is_receipt(found):
+    if not is_receipt(content):
         raise UsageError(f"{path} is not a receipt: it has no `passed` and `checks`", advice)
-    loaded: dict[str, Any] = found
+    loaded: dict[str, Any] = content
     return loaded
 
 
@@ -198,8 +198,8 @@ def _since(entry: ReportEntry, others: Sequence[ReportEntry]) -> Changes | None:
     return receipt_changes(before, entry.receipt, f"the receipt of {_when(before)}")
 
 
-def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return all(text_of(one, place) == text_of(other, place) for place in ("recipe.name", "target", "artifact.kind"))
+def _same(left: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(text_of(left, place) == text_of(other, place) for place in ("recipe.name", "target", "artifact.kind"))
 
 
 def _when(receipt: Mapping[str, Any]) -> str:
@@ -228,9 +228,9 @@ def receipt_changes(before: Mapping[str, Any], now: Mapping[str, Any], title: st
     statuses = [
         {
             text_of(check, "name"): WORDS.get(text_of(check, "status"), text_of(check, "status"))
-            for check in checks_of(one)
+            for check in checks_of(receipt)
         }
-        for one in (before, now)
+        for receipt in (before, now)
     ]
 
     def measured(receipt: Mapping[str, Any]) -> dict[str, str]:

@@ -18,7 +18,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-ur
 
 def _sections(entry: ReportEntry, shared: sections.Shared, prefix: str) -> list[tuple[str, Html]]:
     """Return the title and the content of each section about `entry` that has content."""
-    found = (
+    parts = (
         ("Why it failed", sections.failures(entry)),
         ("What changed", sections.changes(entry)),
         ("Checks", sections.checks(entry, shared, prefix)),
@@ -32,7 +32,7 @@ def _sections(entry: ReportEntry, shared: sections.Shared, prefix: str) -> list[
         ("Slim", sections.slim(entry)),
         ("Provenance", sections.provenance(entry, shared)),
     )
-    return [(title, part) for title, part in found if part is not None]
+    return [(title, part) for title, part in parts if part is not None]
 
 
 def report_page(entries: Sequence[ReportEntry]) -> str:
@@ -57,12 +57,12 @@ def report_page(entries: Sequence[ReportEntry]) -> str:
 
 def _single(entry: ReportEntry) -> Html:
     name = text_of(entry.receipt, "recipe.name") or "artifact"
-    told = _sections(entry, sections.Shared(several=False), "")
-    links = [h("li", h("a", title, href=f"#{_anchor('', title)}")) for title, _ in told]
+    titled = _sections(entry, sections.Shared(several=False), "")
+    links = [h("li", h("a", title, href=f"#{_anchor('', title)}")) for title, _ in titled]
     return joined(
         h("header", h("p", "envbuild report", class_="brand"), sections.verdict(entry, "h1", name)),
         h("nav", h("ul", links), aria_label="On this page"),
-        h("main", [_section(title, part, "", "h2") for title, part in told]),
+        h("main", [_section(title, part, "", "h2") for title, part in titled]),
     )
 
 
@@ -106,7 +106,7 @@ def _anchor(prefix: str, title: str) -> str:
 def _grid(entries: Sequence[ReportEntry]) -> Html:
     """Return recipe × target × artifact, with verdicts that link to their sections."""
     cells: dict[tuple[str, str], dict[str, list[Html]]] = {}
-    newest = sorted(enumerate(entries, start=1), key=lambda one: text_of(one[1].receipt, "verified_at"), reverse=True)
+    newest = sorted(enumerate(entries, start=1), key=lambda item: text_of(item[1].receipt, "verified_at"), reverse=True)
     for number, entry in newest:
         receipt = entry.receipt
         row = (text_of(receipt, "recipe.name") or "—", text_of(receipt, "target") or "—")
@@ -122,8 +122,8 @@ def _grid(entries: Sequence[ReportEntry]) -> Html:
         cells.setdefault(row, {}).setdefault(kind, []).append(h("div", link, class_="cell"))
     kinds = sorted({kind for row in cells.values() for kind in row})
     rows = [
-        h("tr", h("th", recipe, scope="row"), h("td", target), [h("td", found.get(kind) or "—") for kind in kinds])
-        for (recipe, target), found in sorted(cells.items())
+        h("tr", h("th", recipe, scope="row"), h("td", target), [h("td", verdicts.get(kind) or "—") for kind in kinds])
+        for (recipe, target), verdicts in sorted(cells.items())
     ]
     head = h("tr", [h("th", name, scope="col") for name in ("Recipe", "Target", *kinds)])
     caption = h("caption", "Verdicts by recipe, target and artifact")
@@ -139,16 +139,16 @@ def _grid(entries: Sequence[ReportEntry]) -> Html:
 
 def _step_times(entries: Sequence[ReportEntry]) -> list[tuple[str, Html]]:
     """Return, for each recipe with several measurements, its training step over the time of verification."""
-    found: dict[str, dict[str, list[tuple[datetime, float]]]] = {}
+    by_recipe: dict[str, dict[str, list[tuple[datetime, float]]]] = {}
     for entry in entries:
         at, step = moment(entry.receipt), step_seconds(entry.receipt)
         if at is not None and step is not None and step > 0:
             line = f"{text_of(entry.receipt, 'artifact.kind')} for {text_of(entry.receipt, 'target')}"
-            found.setdefault(text_of(entry.receipt, "recipe.name") or "an artifact", {}).setdefault(line, []).append(
-                (at, step)
-            )
+            by_recipe.setdefault(text_of(entry.receipt, "recipe.name") or "an artifact", {}).setdefault(
+                line, []
+            ).append((at, step))
     charts = []
-    for name, lines in found.items():
+    for name, lines in by_recipe.items():
         times = sorted({at for points in lines.values() for at, _ in points})
         if len(times) < 2:
             continue

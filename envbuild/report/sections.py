@@ -49,14 +49,14 @@ def visible(text: str) -> str:
 
 def h(tag: str, *children: object, **attributes: object) -> Html:
     """Return an element; None is left out. The attribute `class_` is `class`, `aria_label` is `aria-label`."""
-    said = "".join(
+    attributes_text = "".join(
         f" {name.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{_escaped(value)}"')
         for name, value in attributes.items()
         if value is not None and value is not False
     )
     if tag in _VOID:
-        return Html(f"<{tag}{said}>")
-    return Html(f"<{tag}{said}>{joined(*children)}</{tag}>")
+        return Html(f"<{tag}{attributes_text}>")
+    return Html(f"<{tag}{attributes_text}>{joined(*children)}</{tag}>")
 
 
 def joined(*children: object) -> Html:
@@ -94,8 +94,8 @@ def table(caption: str, columns: Iterable[str], rows: Iterable[Iterable[object]]
 
 def pairs(rows: Iterable[tuple[str, object]]) -> Html:
     """Return names and values; rows without a value are left out."""
-    told = [h("div", h("dt", name), h("dd", value)) for name, value in rows if value not in (None, "", [])]
-    return h("dl", told) if told else Html()
+    entries = [h("div", h("dt", name), h("dd", value)) for name, value in rows if value not in (None, "", [])]
+    return h("dl", entries) if entries else Html()
 
 
 def folded(summary: object, *children: object, is_open: bool = False) -> Html:
@@ -117,10 +117,10 @@ def _escaped(value: object) -> str:
     return value if isinstance(value, Html) else html.escape(visible(str(value)))
 
 
-def evidence_html(found: Mapping[str, Any]) -> Html:
+def evidence_html(content: Mapping[str, Any]) -> Html:
     """Return a list of the plain values, and a table or text for each other one."""
-    plain = {name: value for name, value in found.items() if _is_plain(value)}
-    rest = {name: value for name, value in found.items() if name not in plain}
+    plain = {name: value for name, value in content.items() if _is_plain(value)}
+    rest = {name: value for name, value in content.items() if name not in plain}
     return joined(
         pairs((titled(name), _text(value)) for name, value in plain.items()),
         [_evidence_part(name, value) for name, value in rest.items()],
@@ -144,11 +144,11 @@ def _evidence_part(name: str, value: Any) -> Html:
     title = titled(name)
     if isinstance(value, Mapping):
         if all(map(_is_plain, value.values())):
-            return _cut(title, ("name", "value"), [(key, _text(one)) for key, one in value.items()])
-    elif value and all(isinstance(one, Mapping) for one in value):
-        columns = list(dict.fromkeys(key for one in value for key in one))
-        if 0 < len(columns) <= _MOST_COLUMNS and all(_is_plain(cell) for one in value for cell in one.values()):
-            rows = [[_text(one.get(key)) for key in columns] for one in value]
+            return _cut(title, ("name", "value"), [(key, _text(item)) for key, item in value.items()])
+    elif value and all(isinstance(row, Mapping) for row in value):
+        columns = list(dict.fromkeys(key for row in value for key in row))
+        if 0 < len(columns) <= _MOST_COLUMNS and all(_is_plain(cell) for row in value for cell in row.values()):
+            rows = [[_text(row.get(key)) for key in columns] for row in value]
             return _cut(title, [titled(key) for key in columns], rows)
     return joined(h("p", title, class_="name"), h("pre", _limited(dumped(value))))
 
@@ -166,11 +166,11 @@ def _is_plain(value: Any) -> bool:
         return not value
     if not isinstance(value, list):
         return True
-    return not any(isinstance(one, Mapping) or (isinstance(one, list) and not _is_row(one)) for one in value)
+    return not any(isinstance(item, Mapping) or (isinstance(item, list) and not _is_row(item)) for item in value)
 
 
 def _is_row(value: list[Any]) -> bool:
-    return not any(isinstance(one, (Mapping, list)) for one in value)
+    return not any(isinstance(item, (Mapping, list)) for item in value)
 
 
 def _text(value: Any) -> str:
@@ -179,9 +179,9 @@ def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        told = [" ".join(map(str, one)) if isinstance(one, list) else str(one) for one in value[:_MOST_ROWS]]
-        left = len(value) - len(told)
-        return _limited(", ".join(told) + (f" … and {left} more" if left else ""))
+        texts = [" ".join(map(str, item)) if isinstance(item, list) else str(item) for item in value[:_MOST_ROWS]]
+        left = len(value) - len(texts)
+        return _limited(", ".join(texts) + (f" … and {left} more" if left else ""))
     return _limited(dumped(value) if isinstance(value, Mapping) else str(value))
 
 
@@ -253,23 +253,23 @@ def name_of(receipt: Mapping[str, Any]) -> str:
 
 def time_of(receipt: Mapping[str, Any]) -> Html | None:
     """Return the time of the verification for people and machines."""
-    found = moment(receipt)
-    if found is None:
+    time = moment(receipt)
+    if time is None:
         return None
-    return h("time", f"{found.day} {found:%b %Y, %H:%M} UTC", datetime=found.isoformat(timespec="seconds"))
+    return h("time", f"{time.day} {time:%b %Y, %H:%M} UTC", datetime=time.isoformat(timespec="seconds"))
 
 
 def verdict(entry: ReportEntry, heading: str, title: object) -> Html:
     """Return the verdict on one artifact under its title."""
     receipt = entry.receipt
-    found, good = counts(receipt), has_passed(receipt)
+    numbers, good = counts(receipt), has_passed(receipt)
     seconds = number_of(receipt, "seconds")
-    told = ", ".join(f"{number} {WORDS[status]}" for status, number in found.items() if number)
+    summary = ", ".join(f"{number} {WORDS[status]}" for status, number in numbers.items() if number)
     kind = " ".join(filter(None, (text_of(receipt, "artifact.kind"), "for", text_of(receipt, "target"))))
     facts = pairs(
         [
             ("Artifact", kind.removesuffix(" for").removeprefix("for ") or None),
-            ("Checks", told or "none"),
+            ("Checks", summary or "none"),
             ("Trained on", _shape(receipt)),
             ("Verified", time_of(receipt)),
             ("Took", f"{seconds:.1f} s" if seconds is not None else None),
@@ -297,10 +297,10 @@ def _shape(receipt: Mapping[str, Any]) -> str | None:
 
 def failures(entry: ReportEntry) -> Html | None:
     """Return the failed checks with their reasons, for the top of the page."""
-    bad = [one for one in checks_of(entry.receipt) if one.get("status") == FAILED]
+    bad = [row for row in checks_of(entry.receipt) if row.get("status") == FAILED]
     if not bad:
         return None
-    rows = [h("li", h("p", text_of(one, "title") or text_of(one, "name"), class_="fault"), _told(one)) for one in bad]
+    rows = [h("li", h("p", text_of(row, "title") or text_of(row, "name"), class_="fault"), _told(row)) for row in bad]
     return h("ul", rows, class_="faults")
 
 
@@ -313,17 +313,21 @@ def _told(check: Mapping[str, Any], seen_above: bool = False) -> Html:
 def checks(entry: ReportEntry, shared: Shared, prefix: str) -> Html:
     """Return every check; its evidence unfolds. `prefix` begins the anchors of this receipt."""
     rows = []
-    for number, one in enumerate(checks_of(entry.receipt), start=1):
-        name, seen = text_of(one, "name"), text_of(one, "seen")
-        found = one.get("evidence")
+    for number, row in enumerate(checks_of(entry.receipt), start=1):
+        name, seen = text_of(row, "name"), text_of(row, "seen")
+        proof_data = row.get("evidence")
         head = [
-            badge(one.get("status")),
-            h("span", text_of(one, "title") or name, class_="title"),
+            badge(row.get("status")),
+            h("span", text_of(row, "title") or name, class_="title"),
             h("span", prose(_first_line(seen)), class_="seen"),
         ]
-        proof = evidence_html(found) if isinstance(found, Mapping) and found else h("p", "No evidence was recorded.")
-        body = joined(_told(one, "\n" not in seen), proof, h("p", "Check ", h("code", name), class_="small"))
-        failed, place = one.get("status") == FAILED, f"{prefix}check-{number}"
+        proof = (
+            evidence_html(proof_data)
+            if isinstance(proof_data, Mapping) and proof_data
+            else h("p", "No evidence was recorded.")
+        )
+        body = joined(_told(row, "\n" not in seen), proof, h("p", "Check ", h("code", name), class_="small"))
+        failed, place = row.get("status") == FAILED, f"{prefix}check-{number}"
         body = body if failed else shared.once(body, entry, place)
         rows.append(h("li", folded(joined(head), body, is_open=failed), id=place if shared.several else None))
     return h("ol", rows, class_="checks") if rows else h("p", "The receipt has no checks.")
@@ -336,21 +340,21 @@ def _first_line(text: str) -> str:
 
 def changes(entry: ReportEntry) -> Html | None:
     """Return the changes since another artifact or an earlier receipt."""
-    found = entry.changes
-    if found is None:
+    changes_found = entry.changes
+    if changes_found is None:
         return None
-    rows = [_change(title, change) for title, several in found.groups.items() for change in several]
-    told = table("Differences", ("What", "Part", "Change", "Before", "Now"), rows)
+    rows = [_change(title, change) for title, several in changes_found.groups.items() for change in several]
+    shown_table = table("Differences", ("What", "Part", "Change", "Before", "Now"), rows)
     return joined(
-        h("p", "Compared with ", found.before, "."),
-        told if rows else h("p", "Nothing that was compared differs."),
-        [h("p", prose(note), class_="small") for note in found.notes],
+        h("p", "Compared with ", changes_found.before, "."),
+        shown_table if rows else h("p", "Nothing that was compared differs."),
+        [h("p", prose(note), class_="small") for note in changes_found.notes],
     )
 
 
-def _change(part: str, one: Change) -> list[object]:
-    change = "other content" if one.before == one.after else one.kind
-    return [one.name, part, change, one.before or "—", one.after or "—"]
+def _change(part: str, change_row: Change) -> list[object]:
+    change = "other content" if change_row.before == change_row.after else change_row.kind
+    return [change_row.name, part, change, change_row.before or "—", change_row.after or "—"]
 
 
 def provenance(entry: ReportEntry, shared: Shared) -> Html:
@@ -358,9 +362,9 @@ def provenance(entry: ReportEntry, shared: Shared) -> Html:
     receipt = entry.receipt
     groups: list[Html] = []
     for title, place in (("Versions", "versions"), ("Host", "host"), ("Settings", "settings"), ("Own code", "project")):
-        found = part(receipt, place)
-        if isinstance(found, Mapping) and found:
-            groups.append(folded(title, evidence_html(found)))
+        content = part(receipt, place)
+        if isinstance(content, Mapping) and content:
+            groups.append(folded(title, evidence_html(content)))
     digests = [(name, h("code", text_of(receipt, place))) for name, place in _DIGESTS if text_of(receipt, place)]
     own = {
         "receipt": entry.path,
@@ -375,27 +379,27 @@ def provenance(entry: ReportEntry, shared: Shared) -> Html:
 
 def performance(entry: ReportEntry) -> Html | None:
     """Return the measurements of the receipt, if it has some."""
-    found = entry.receipt.get("performance")
-    if not isinstance(found, Mapping) or not found:
+    content = entry.receipt.get("performance")
+    if not isinstance(content, Mapping) or not content:
         return None
-    numbers = {name: number_of(found, name) for name in METRICS}
+    numbers = {name: number_of(content, name) for name in METRICS}
     known = [(METRICS[name].title, METRICS[name].show(value)) for name, value in numbers.items() if value is not None]
-    others = {name: value for name, value in found.items() if numbers.get(name) is None}
+    others = {name: value for name, value in content.items() if numbers.get(name) is None}
     return joined(pairs(known), evidence_html(others) if others else None)
 
 
 def slim(entry: ReportEntry) -> Html | None:
     """Return the parts that [slim] of the recipe removed from wheels."""
-    found = entry.receipt.get("slim")
-    if not isinstance(found, Mapping) or not found:
+    content = entry.receipt.get("slim")
+    if not isinstance(content, Mapping) or not content:
         return None
     return joined(
         h("p", "The wheels of this artifact are without code or files that it never uses, by these rules:"),
-        evidence_html(found),
+        evidence_html(content),
     )
 
 
-def download(entry: ReportEntry, what: str, ending: str, text: str, shared: Shared) -> Html:
+def download(entry: ReportEntry, subject: str, ending: str, text: str, shared: Shared) -> Html:
     """Return a link that saves `text`, which the page contains, as a file named after the artifact.
 
     On a page of several receipts it is compressed, because files would be the larger part of the page.
@@ -406,7 +410,7 @@ def download(entry: ReportEntry, what: str, ending: str, text: str, shared: Shar
     about = (text_of(entry.receipt, place) for place in ("recipe.name", "target", "artifact.kind"))
     name = re.sub(r"[^\w.-]+", "-", "-".join(filter(None, about))[:100]) + ending
     link = Html(f"data:application/{form};base64,{base64.b64encode(data).decode()}")
-    return h("a", f"Download {what}: {name}", href=link, download=name, class_="button")
+    return h("a", f"Download {subject}: {name}", href=link, download=name, class_="button")
 
 
 def chain(entry: ReportEntry) -> Html | None:
@@ -418,13 +422,13 @@ def chain(entry: ReportEntry) -> Html | None:
     rows = [
         h(
             "li",
-            h("span", one.subject, class_="subject"),
-            badge(one.status, one.status),
-            h("p", prose(one.text)),
-            h("p", "Fix: ", prose(one.fix), class_="small") if one.fix and one.status != "good" else None,
-            h("p", "Source: ", prose(one.source), f" ({one.date})", class_="small") if one.source else None,
-            class_=_LOOKS.get(one.status, "none"),
+            h("span", finding.subject, class_="subject"),
+            badge(finding.status, finding.status),
+            h("p", prose(finding.text)),
+            h("p", "Fix: ", prose(finding.fix), class_="small") if finding.fix and finding.status != "good" else None,
+            h("p", "Source: ", prose(finding.source), f" ({finding.date})", class_="small") if finding.source else None,
+            class_=_LOOKS.get(finding.status, "none"),
         )
-        for one in entry.chain
+        for finding in entry.chain
     ]
     return joined(h("p", f"Judged {entry.basis}."), h("ol", rows, class_="chain"))

@@ -83,10 +83,10 @@ def value_problem(value: str) -> str | None:
 
 def time_problem(text: str) -> str | None:
     """Return why `text` is not a time limit, or None."""
-    found = re.fullmatch(TIME_PATTERN, text)
-    if found and re.search("[1-9]", text):
+    match = re.fullmatch(TIME_PATTERN, text)
+    if match and re.search("[1-9]", text):
         return None
-    return f"{text!r} is no time {'at all' if found else 'limit'}: HH:MM:SS or D-HH:MM:SS, such as 04:00:00"
+    return f"{text!r} is no time {'at all' if match else 'limit'}: HH:MM:SS or D-HH:MM:SS, such as 04:00:00"
 
 
 mount_problem = form(r"/[^:,\s]*(:/[^:,\s]*)?", "is not /PATH or /HOST:/CONTAINER")
@@ -174,16 +174,16 @@ def secret_reference(text: str) -> tuple[str, str] | None:
 
 def secret_problem(place: str, reference: str) -> str | None:
     """Return why pods cannot get a secret at `place`, a variable or a path, or None. Never repeats `reference`."""
-    found = secret_reference(reference)
+    parsed = secret_reference(reference)
     if place.startswith("/"):
         if problem := mount_path_problem(place):
             return problem
-        if found and not found[1]:
+        if parsed and not parsed[1]:
             return None
         return "is not the name of a secret, whose keys become files there: the value itself never belongs here"
     if not _SHELL_NAME.fullmatch(place):
         return f"{place!r} is neither the name of a variable nor an absolute path"
-    if found and found[1]:
+    if parsed and parsed[1]:
         return None
     return "is not SECRET/KEY, the names of a secret and of one of its keys: the value itself never belongs here"
 

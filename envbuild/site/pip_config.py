@@ -102,10 +102,10 @@ def load_pip_config(env: Mapping[str, str], *, prefix: str = sys.prefix, etc: Pa
 
     def parsed(name: str, kind: str, parse: Callable[[str], T | None]) -> T | None:
         value = text(name)
-        found = parse(value) if value is not None else None
-        if value is not None and found is None:
+        parsed_value = parse(value) if value is not None else None
+        if value is not None and parsed_value is None:
             raise RecipeError(f"{settings[name].where}: {name} takes {kind}, not {value!r:.100}")
-        return found
+        return parsed_value
 
     return PipConfig(
         index_url=text("index-url"),
@@ -136,10 +136,10 @@ def _merged(env: Mapping[str, str], prefix: str, etc: Path) -> dict[str, _Settin
     As in pip, files are merged per section before the sections are merged, so `[install]` of a file with low
     precedence overrides `[global]` of one with high precedence. Empty values are ignored.
     """
-    found = [row for path in _files(env, prefix, etc) for row in _read(path)]
+    rows = [row for path in _files(env, prefix, etc) for row in _read(path)]
     merged: dict[str, _Setting] = {}
     for section in _SECTIONS:
-        last = {name: setting for where, name, setting in found if where == section}
+        last = {name: setting for where, name, setting in rows if where == section}
         merged |= {name: setting for name, setting in last.items() if setting.value.strip()}
     for variable, value in env.items():
         if variable.startswith("PIP_") and value.strip():
@@ -179,8 +179,10 @@ def _read(path: Path) -> Iterator[tuple[str, str, _Setting]]:
         parser.read_string(text, str(path))
     except configparser.Error as error:
         # Not str(error): it quotes the line, which may hold a password.
-        line, what = _mistake(error)
-        raise RecipeError(f"{path}:{line}: {what}", "pip cannot read this file either; correct or remove it") from None
+        line, problem = _mistake(error)
+        raise RecipeError(
+            f"{path}:{line}: {problem}", "pip cannot read this file either; correct or remove it"
+        ) from None
     for section in parser.sections():
         for option, value in parser.items(section):
             line = _line_of(text, section, option)
@@ -266,7 +268,7 @@ def bound_project(requirements: Sequence[str], bound: Mapping[str, str]) -> str:
     lines = ["[project]", 'name = "the-recipe"', 'version = "0"', f"dependencies = {toml_value(requirements)}"]
     for url, name in names.items():
         lines += ["", "[[tool.uv.index]]", f'name = "{name}"', f"url = {toml_value(url)}", "explicit = true"]
-    lines += ["", "[tool.uv.sources]", *toml_pairs({one: {"index": names[url]} for one, url in bound.items()})]
+    lines += ["", "[tool.uv.sources]", *toml_pairs({project: {"index": names[url]} for project, url in bound.items()})]
     return "\n".join(lines) + "\n"
 
 

@@ -234,7 +234,7 @@ def _is_sdist(file: str, project: str, version: str) -> bool:
     return False
 
 
-def _not_found(archive: WantedArchive, answers: list[str], found: list[str], offline: bool) -> BuildError:
+def _not_found(archive: WantedArchive, answers: list[str], digests: list[str], offline: bool) -> BuildError:
     lines = [f"{archive}: no source has its archive", f"wanted sha256:{archive.sha256}"]
     lines += answers or [f"{redact(archive.url)}: not asked"]
     if offline:
@@ -242,12 +242,12 @@ def _not_found(archive: WantedArchive, answers: list[str], found: list[str], off
             "run it once without --offline, or give the URL a mirror in a folder (file:///...) under [mirrors] in "
             "site.toml"
         )
-    elif found and archive.table:
+    elif digests and archive.table:
         hint = (
             "the archive is another one than the recipe means. If you trust it (compare with its project's release), "
-            f'set sha256 = "{found[0]}" in [{archive.table}]'
+            f'set sha256 = "{digests[0]}" in [{archive.table}]'
         )
-    elif found:
+    elif digests:
         hint = "the archive is another one than the lock means. If you trust it, lock again: `envbuild lock RECIPE`"
     else:
         hint = "check the network and pip's proxy and cert; or give the URL a mirror under [mirrors] in site.toml"

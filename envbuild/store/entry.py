@@ -116,10 +116,10 @@ def fetched(entry: CacheEntry, remote: ResultCache | None, known: Callable[[], T
     if remote is None:
         return None
     brought = remote.bring(entry)
-    found = known()  # another process may have fetched it too
-    if found is None and brought:
+    value = known()  # another process may have fetched it too
+    if value is None and brought:
         remote.refuse(entry)
-    return found
+    return value
 
 
 def shared(
@@ -133,8 +133,8 @@ def shared(
 
     A new result is offered to the cache, with its `blobs`.
     """
-    if (found := known()) is not None or (found := fetched(entry, remote, known)) is not None:
-        return found
+    if (value := known()) is not None or (value := fetched(entry, remote, known)) is not None:
+        return value
     begun = time.monotonic()
     made = make()
     if remote is not None:
@@ -179,17 +179,17 @@ def read_entry(raw: bytes, entry: CacheEntry, signers: Sequence[Key] = ()) -> tu
     Raises ValueError for a manifest of another entry, and for one without a signature of `signers`, if there are any.
     """
     try:
-        found = parse_json(raw)
-        if found["artifactType"] != entry.artifact_type:
-            raise ValueError(f"it is {found['artifactType']!r:.80}")
-        files = {file.name: file for file in map(_read_file, found["layers"])}
-        annotations = found["annotations"]
+        manifest = parse_json(raw)
+        if manifest["artifactType"] != entry.artifact_type:
+            raise ValueError(f"it is {manifest['artifactType']!r:.80}")
+        files = {file.name: file for file in map(_read_file, manifest["layers"])}
+        annotations = manifest["annotations"]
         seconds = float(annotations[_SECONDS])
         bundle = annotations.get(_SIGNATURE)
     except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"its manifest is invalid: {error!r:.80}") from error
     blobs = [file for file in files.values() if file.name == f"blobs/sha256/{file.digest.partition(':')[2]}"]
-    if files.keys() != {*entry.files, *(blob.name for blob in blobs)} or len(files) != len(found["layers"]):
+    if files.keys() != {*entry.files, *(blob.name for blob in blobs)} or len(files) != len(manifest["layers"]):
         raise ValueError("it has other files")
     if blobs and entry.kind != "layer":
         raise ValueError("it has a blob")
@@ -214,11 +214,16 @@ def _check_signature(bundle: Any, entry: CacheEntry, files: Sequence[EntryFile],
 
     if not isinstance(bundle, str):
         raise ValueError("it is not signed")
-    found, by = opened(bundle.encode(), signers)
+    signed_statement, by = opened(bundle.encode(), signers)
     if by is None:
         raise ValueError("no signer of the cache has signed it")
-    told = json.loads(_statement(entry, files))
-    rows = {row["name"]: row["digest"] for row in found["subject"]}
-    same = rows == {row["name"]: row["digest"] for row in told["subject"]} and len(rows) == len(found["subject"])
-    if not same or (found["predicateType"], found["predicate"]) != (told["predicateType"], told["predicate"]):
+    expected = json.loads(_statement(entry, files))
+    rows = {row["name"]: row["digest"] for row in signed_statement["subject"]}
+    same = rows == {row["name"]: row["digest"] for row in expected["subject"]} and len(rows) == len(
+        signed_statement["subject"]
+    )
+    if not same or (signed_statement["predicateType"], signed_statement["predicate"]) != (
+        expected["predicateType"],
+        expected["predicate"],
+    ):
         raise ValueError("its signature belongs to another entry")

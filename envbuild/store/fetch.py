@@ -90,7 +90,7 @@ def locate_wheels(
     env: Mapping[str, str],
     default_index: Callable[[], str],
 ) -> dict[WantedWheel, Path]:
-    """Return a file with locked content for each of `wanted`: from the store, from find-links, or from indexes.
+    """Return a file with locked content for each of `wheels`: from the store, from find-links, or from indexes.
 
     Files in local find-links folders are used in place. An unreachable index is an error only when a wheel is found
     nowhere else. If pip names no index, `default_index` returns its URL. A project in `bound` comes from that index of
@@ -133,7 +133,7 @@ def locate_wheels(
 def fetch_archives(
     archives: Sequence[CondaArchive], store: Store, pip: PipConfig, site: Site, *, offline: bool, env: Mapping[str, str]
 ) -> dict[CondaArchive, Path]:
-    """Return a file with the locked content for each of `wanted`: from the store, its mirrors, or its channel.
+    """Return a file with the locked content for each of `archives`: from the store, its mirrors, or its channel.
 
     Files at file: URLs are used in place. With `offline`, only local files are used. pip's proxy, certificates, timeout
     and retries apply. Raises BuildError that names each package that no source has, with the answer of every source.
@@ -166,33 +166,33 @@ def fetch_archives(
 
 
 def _located(
-    wanted: Sequence[Item],
+    items: Sequence[Item],
     on_disk: Callable[[Item, list[SourceAnswer]], Path | None],
     remote: Callable[[Sequence[Item], Answers[Item]], dict[Item, Path]],
     title: str,
     hint: str,
 ) -> dict[Item, Path]:
-    """Return a file for each of `wanted`: from `on_disk`, else from `remote`. Raises BuildError when some have none.
+    """Return a file for each of `items`: from `on_disk`, else from `remote`. Raises BuildError when some have none.
 
     The functions add the answer of each source that does not have an item to the item's list.
     """
-    answers: dict[Item, list[SourceAnswer]] = {item: [] for item in wanted}
-    found = {item: path for item in answers if (path := on_disk(item, answers[item])) is not None}
+    answers: dict[Item, list[SourceAnswer]] = {item: [] for item in items}
+    paths = {item: path for item in answers if (path := on_disk(item, answers[item])) is not None}
     for item in answers:
-        reuse(title, str(item), item in found)
-    if missing := [item for item in answers if item not in found]:
-        found |= remote(missing, answers)
+        reuse(title, str(item), item in paths)
+    if missing := [item for item in answers if item not in paths]:
+        paths |= remote(missing, answers)
     nowhere = [SourceAnswer("pip", "no source is configured")]
-    if absent := {item: answers[item] or nowhere for item in answers if item not in found}:
+    if absent := {item: answers[item] or nowhere for item in answers if item not in paths}:
         raise BuildError("\n".join(_described(absent, title)), hint)
-    return {item: found[item] for item in wanted}
+    return {item: paths[item] for item in items}
 
 
 def _described(absent: Answers[Item], title: str) -> list[str]:
     """Return the lines of the message for `absent`; items with the same answers of all sources share lines."""
     causes: dict[tuple[tuple[str, str], ...], list[Item]] = {}
-    for item, told in absent.items():
-        causes.setdefault(tuple(dict.fromkeys((one.source, one.reason) for one in told)), []).append(item)
+    for item, answers in absent.items():
+        causes.setdefault(tuple(dict.fromkeys((answer.source, answer.reason) for answer in answers)), []).append(item)
     frequent = sorted(causes.items(), key=lambda cause: -len(cause[1]))
     lines = []
     for cause, items in frequent[:_CAUSES]:

@@ -95,8 +95,8 @@ def record(store: Store, receipt: Mapping[str, Any]) -> None:
         folder, row = store.folder("history"), row_of(receipt)
         with folder_lock(folder):  # two builds at a time: each reads what the other has written
             rows = [*recorded(store, recipe), row]
-            series = [one for one in rows if (one["target"], one["kind"]) == (row["target"], row["kind"])]
-            gone = {id(one) for one in series[:-KEPT]}
+            series = [other for other in rows if (other["target"], other["kind"]) == (row["target"], row["kind"])]
+            gone = {id(other) for other in series[:-KEPT]}
             kept = [row for row in rows if id(row) not in gone]
             write_note(folder / f"{recipe}.json", {"rows": kept}, durable=True)
 

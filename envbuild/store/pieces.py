@@ -65,7 +65,7 @@ def known_spans(store: Store, digest: str) -> tuple[list[Span], dict[str, str]]:
         spans = [(int(at), str(name), int(start), int(size)) for at, name, start, size in read_note(path)["spans"]]
         store.note_use(path, path)
         known = {name: stored(store, name) for name in {span[1] for span in spans}}
-        digests = {name: f"sha256:{one}" for name, one in known.items() if segment_file(store, name, one)}
+        digests = {name: f"sha256:{digest}" for name, digest in known.items() if segment_file(store, name, digest)}
         return [span for span in spans if span[1] in digests], digests
     return [], {}
 
@@ -134,14 +134,15 @@ def is_pushed(raw: bytes) -> bool:
 def read_manifest(raw: bytes, where: str) -> tuple[Descriptor, list[Descriptor]]:
     """Return the configuration and the blobs of an artifact's manifest. Raises BuildError for another manifest."""
     try:
-        found = parse_json(raw)
-        if found.get("artifactType") != ARTIFACT:
+        manifest = parse_json(raw)
+        if manifest.get("artifactType") != ARTIFACT:
             raise BuildError(
                 f"{where}: no artifact that `envbuild push` wrote",
                 f"to use a container image, convert it: envbuild enroot --from docker://{where}",
             )
         config, *blobs = [
-            Descriptor(str(row["mediaType"]), row["digest"], row["size"]) for row in (found["config"], *found["layers"])
+            Descriptor(str(row["mediaType"]), row["digest"], row["size"])
+            for row in (manifest["config"], *manifest["layers"])
         ]
         if not all(
             is_digest(descriptor.digest) and type(descriptor.size) is int and descriptor.size >= 0
@@ -157,10 +158,10 @@ def read_pieces(data: bytes, blobs: Sequence[Descriptor], where: str) -> FilePie
     """Return the file that a configuration describes, whose pieces lie in `blobs`. Raises BuildError otherwise."""
     sizes = {blob.digest: blob.size for blob in blobs}
     try:
-        found = parse_json(data)
-        pieces = tuple((str(digest), start, count) for digest, start, count in found["pieces"])
-        names = {name: found[name] for name in ("kind", "name", "target", "digest")}
-        if not all(isinstance(value, str) for value in names.values()) or not is_digest(found["digest"]):
+        document = parse_json(data)
+        pieces = tuple((str(digest), start, count) for digest, start, count in document["pieces"])
+        names = {name: document[name] for name in ("kind", "name", "target", "digest")}
+        if not all(isinstance(value, str) for value in names.values()) or not is_digest(document["digest"]):
             raise ValueError("a name or the digest")
         for digest, start, count in pieces:
             if type(start) is not int or type(count) is not int or not 0 <= start <= start + count <= sizes[digest]:
@@ -170,11 +171,11 @@ def read_pieces(data: bytes, blobs: Sequence[Descriptor], where: str) -> FilePie
             taken[digest] += count
         if any(count > sizes[digest] for digest, count in taken.items()):
             raise ValueError("it lists a piece of a blob twice")
-        if taken.total() != found["size"]:
+        if taken.total() != document["size"]:
             raise ValueError("the sizes of the pieces do not add up to the size of the file")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BuildError(f"{where}: invalid configuration: {error!r:.80}") from error
-    return FilePieces(**names, size=found["size"], pieces=pieces)
+    return FilePieces(**names, size=document["size"], pieces=pieces)
 
 
 def compose(file: FilePieces, places: Mapping[str, Path], out: BinaryIO, on_progress: OnProgress) -> None:

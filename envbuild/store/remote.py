@@ -209,8 +209,8 @@ class RemoteCache:
         for workers in (self._downloading, self._uploading):
             workers.close(0.5)
         self.registry.close()
-        if told := str(self.use):
-            log(f"cache: {told}")
+        if summary := str(self.use):
+            log(f"cache: {summary}")
 
     def fetch_manifest(self, tag: str) -> bytes | None:
         """Return the manifest of `tag`, None if the registry does not have it. Raises RequestFailed."""
@@ -286,7 +286,7 @@ class RemoteCache:
     def upload(self, entry: CacheEntry, seconds: float, blobs: Sequence[str]) -> int:
         """Upload `entry` (see `offer`), and return the bytes that the registry lacked. Raises as `Registry.push`."""
         paths = {name: self.store.root / name for name in entry.files}
-        paths |= {f"blobs/sha256/{one.partition(':')[2]}": self.store.blobs.path(one) for one in blobs}
+        paths |= {f"blobs/sha256/{digest.partition(':')[2]}": self.store.blobs.path(digest) for digest in blobs}
         files = [_entry_file(name, path, self.store) for name, path in paths.items()]
         manifest = render_entry(entry, files, seconds, self.signer)
         descriptors = [EMPTY, *(Descriptor(FILE_TYPE, file.digest, file.size) for file in files)]
@@ -314,8 +314,8 @@ class RemoteCache:
         with self._lock:
             before = self._failures
             self._failures += _FAILURES if isinstance(error, RequestFailed) and error.is_down else 1
-            said = before < _FAILURES <= self._failures
-        if said:
+            gives_up = before < _FAILURES <= self._failures
+        if gives_up:
             name, why = self.registry.reference.name, str(error).partition("\n")[0]
             log(f"the cache {name} is not used in this run; missing entries are built here: {why}")
 

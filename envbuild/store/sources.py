@@ -132,8 +132,8 @@ def read_page(url: str, project: str, client: Client, patient: bool = True) -> I
         page = simple.parse_project_details(text, kind, project)
         links = [_link(file, url) for file in page["files"]]
     except (simple.UnsupportedMIMEType, simple.UnsupportedAPIVersion, *_MALFORMED) as error:
-        said = str(error).partition("\n")[0]
-        raise RequestFailed(f"not a package index: {said}", answered=True) from None
+        reason = str(error).partition("\n")[0]
+        raise RequestFailed(f"not a package index: {reason}", answered=True) from None
     yield from links
 
 
@@ -158,13 +158,15 @@ def matches(filename: str, name: str, version: str) -> bool:
     parts = filename[: -len(".whl")].split("-")
     if len(parts) not in (5, 6) or normalise(parts[0]) != name:
         return False
-    found = unquote(parts[1])
-    if found == version.replace("-", "_"):
+    version_text = unquote(parts[1])
+    if version_text == version.replace("-", "_"):
         return True
     from packaging.version import Version
 
     try:
-        return Version(found.replace("_", "+", 1) if "+" not in found else found) == Version(version)
+        return Version(version_text.replace("_", "+", 1) if "+" not in version_text else version_text) == Version(
+            version
+        )
     except ValueError:  # InvalidVersion is one, and the error of int() for thousands of digits
         return False
 
@@ -174,15 +176,15 @@ def local_files(pip: PipConfig, suffixes: tuple[str, ...] = (".whl",)) -> list[t
 
     Only files whose names end in one of `suffixes` are listed.
     """
-    found = []
+    folders = []
     for entry in pip.find_links:
         path = _local_path(entry)
         if path is not None and path.is_dir():
             with contextlib.suppress(OSError):
-                found.append((path, [name for name in os.listdir(path) if name.endswith(suffixes)]))
+                folders.append((path, [name for name in os.listdir(path) if name.endswith(suffixes)]))
         elif path is not None and path.name.endswith(suffixes) and path.is_file():
-            found.append((path.parent, [path.name]))
-    return found
+            folders.append((path.parent, [path.name]))
+    return folders
 
 
 def _local_path(entry: str) -> Path | None:

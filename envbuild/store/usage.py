@@ -107,13 +107,13 @@ def _item(store: Store, kind: _Kind, path: Path) -> StoreItem | None:
         return None
     start, _, end = Path(kind.pattern).name.partition("*")
     stem = path.name[len(start) : len(path.name) - len(end)]
-    beside = [store.root / one.format(stem) for one in kind.beside]
+    beside = [store.root / pattern.format(stem) for pattern in kind.beside]
     with suppress(FileNotFoundError):
         times, files = [path.lstat().st_mtime], dict(_files(path))
         size = sum(info.st_blocks for info in files.values()) * _BLOCK
-        for one in beside:
+        for path_beside in beside:
             with suppress(FileNotFoundError):
-                info = one.lstat()
+                info = path_beside.lstat()
                 times.append(info.st_mtime)
                 size += info.st_blocks * _BLOCK
         if kind.noted:
@@ -173,11 +173,11 @@ def _name(path: str) -> str:
 
 def recipes(store: Store) -> dict[str, frozenset[str]]:
     """Return the names of the items that builds and locks of each recipe have used."""
-    found = {}
+    items_of = {}
     for path in sorted((store.root / "recipes").glob("*.json")):
         with suppress(OSError, ValueError, KeyError, TypeError):
-            found[path.stem] = frozenset(map(str, read_note(path)["items"]))
-    return found
+            items_of[path.stem] = frozenset(map(str, read_note(path)["items"]))
+    return items_of
 
 
 def choose(
@@ -212,7 +212,7 @@ def choose(
 def own_items(store: Store, recipe: str) -> Callable[[StoreItem], bool]:
     """Return a function that returns whether only `recipe` uses an item."""
     known: Mapping[str, frozenset[str]] = recipes(store)
-    others: frozenset[str] = frozenset().union(*(names for one, names in known.items() if one != recipe))
+    others: frozenset[str] = frozenset().union(*(names for name, names in known.items() if name != recipe))
     own = known.get(recipe, frozenset()) - others
     return lambda item: item.name in own
 
@@ -258,7 +258,7 @@ def _put_away(store: Store, item: StoreItem, since: float, trash: Path) -> bool:
         return False
     for path in item.paths:
         with suppress(FileNotFoundError):
-            for file in [one for one, _ in _files(path)] if kind.noted else []:
+            for file in [file_path for file_path, _ in _files(path)] if kind.noted else []:
                 store.digests.forget(file)
             path.rename(trash / path.relative_to(store.root).as_posix().replace("/", "+"))
     return True

@@ -98,28 +98,28 @@ def opened(bundle: bytes, keys: Sequence[Key]) -> tuple[dict[str, Any], Key | No
         if len(envelope["signatures"]) > _MOST_SIGNATURES:
             raise ValueError(f"it has {len(envelope['signatures'])} signatures")
         signatures = [base64.b64decode(row["sig"], validate=True).hex() for row in envelope["signatures"]]
-        found = parse_json(payload)
-        if found["_type"] != STATEMENT or not isinstance(found["predicateType"], str):
-            raise ValueError(f"its statement is {found['_type']!r:.80}")
-        if not isinstance(found["predicate"], dict):
+        fields = parse_json(payload)
+        if fields["_type"] != STATEMENT or not isinstance(fields["predicateType"], str):
+            raise ValueError(f"its statement is {fields['_type']!r:.80}")
+        if not isinstance(fields["predicate"], dict):
             raise ValueError("its predicate is not an object")
-        for row in found["subject"]:
+        for row in fields["subject"]:
             if not isinstance(row["digest"]["sha256"], str):
                 raise ValueError("a subject without sha256")
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is invalid: {error!r:.80}") from error
-    told = Envelope(payload, PAYLOAD, {}).pae()
-    by = next((key for key in keys for signature in signatures if _signed(key, signature, told)), None)
-    statement: dict[str, Any] = found
+    signed_bytes = Envelope(payload, PAYLOAD, {}).pae()
+    by = next((key for key in keys for signature in signatures if _signed(key, signature, signed_bytes)), None)
+    statement: dict[str, Any] = fields
     return statement, by
 
 
-def _signed(key: Key, signature: str, told: bytes) -> bool:
+def _signed(key: Key, signature: str, signed_bytes: bytes) -> bool:
     from securesystemslib.exceptions import Error
     from securesystemslib.signer import Signature
 
     try:
-        key.verify_signature(Signature(key.keyid, signature), told)
+        key.verify_signature(Signature(key.keyid, signature), signed_bytes)
     except Error:
         return False
     return True

@@ -153,13 +153,13 @@ class AgentSigner(Signer):
         try:
             if answer[0] != _SIGN_RESPONSE:
                 raise UsageError("the ssh-agent refused to sign with this key", _AGENT_HINT)
-            _, found = _strings(_strings(answer[1:])[0])
+            _, signature_data = _strings(_strings(answer[1:])[0])
             if not self._raw:
-                r, s = (int.from_bytes(string, "big") for string in _strings(found))
-                found = encode_dss_signature(r, s)
+                r, s = (int.from_bytes(string, "big") for string in _strings(signature_data))
+                signature_data = encode_dss_signature(r, s)
         except (IndexError, ValueError) as error:
             raise UsageError(f"the ssh-agent sent an invalid answer: {error}") from error
-        return Signature(self._key.keyid, found.hex())
+        return Signature(self._key.keyid, signature_data.hex())
 
     def _asked(self, message: bytes) -> bytes:
         if len(message) > _MOST_MESSAGE:
@@ -188,14 +188,14 @@ def _string(data: bytes) -> bytes:
 
 def _strings(data: bytes) -> list[bytes]:
     """Return the strings that `data` consists of, each after its length. Raises ValueError."""
-    found = []
+    strings = []
     while data:
         length = int.from_bytes(data[:4], "big")
-        found.append(data[4 : 4 + length])
-        if len(found[-1]) != length or len(data) < 4:
+        strings.append(data[4 : 4 + length])
+        if len(strings[-1]) != length or len(data) < 4:
             raise ValueError("it is cut short")
         data = data[4 + length :]
-    return found
+    return strings
 
 
 KEYLESS = "sigstore"
@@ -246,13 +246,13 @@ def signed_by(bundle: bytes, statement: Mapping[str, Any], identities: Sequence[
 
     try:
         verifier = Verifier(trusted_root=_config(config, offline=True).trusted_root)
-        found = Bundle.from_json(bundle)
+        statement_bytes = Bundle.from_json(bundle)
     except (Error, ValueError):
         return ""
     for identity in identities:
         name, _, issuer = identity.partition(" ")
         try:
-            kind, payload = verifier.verify_dsse(found, Identity(identity=name, issuer=issuer.strip()))
+            kind, payload = verifier.verify_dsse(statement_bytes, Identity(identity=name, issuer=issuer.strip()))
             if kind == PAYLOAD and parse_json(payload) == statement:
                 return identity
         except (Error, ValueError):

@@ -68,10 +68,10 @@ class Signers:
 
         Raises ValueError for an invalid bundle, and HostError for a keyless one without sigstore-python.
         """
-        found, key = opened(bundle, list(self.keys.values()))
+        signed_statement, key = opened(bundle, list(self.keys.values()))
         if key is not None:
-            return found, next(path for path, one in self.keys.items() if one is key)
-        return found, signed_by(bundle, found, self.identities, self.config)
+            return signed_statement, next(path for path, known_key in self.keys.items() if known_key is key)
+        return signed_statement, signed_by(bundle, signed_statement, self.identities, self.config)
 
 
 def judge(
@@ -92,29 +92,31 @@ def judge(
     Raises VerificationError with the reason if it is not trusted, and UsageError for a faulty key of the site.
     """
     signers, digest, others = Signers.of(trust), digest or receipt["artifact"]["digest"], []
-    told, signer = signed(artifact, bundle_path(artifact), RECEIPT, "attestation", digest, signers)
-    check_recipe(artifact, told.get("recipe"), trust, names, recipe)
+    attested_receipt, signer = signed(artifact, bundle_path(artifact), RECEIPT, "attestation", digest, signers)
+    check_recipe(artifact, attested_receipt.get("recipe"), trust, names, recipe)
     for name in PREDICATES:
         place = bundle_path(artifact, name)
         if name and (name in trust.attestations or place.exists()):
             signed(artifact, place, PREDICATES[name], f"attestation of its {name}", digest, signers)
             others.append(name)
-    return replace(_judged(artifact, receipt, told, trust, now, signer), others=tuple(others))
+    return replace(_judged(artifact, receipt, attested_receipt, trust, now, signer), others=tuple(others))
 
 
-def check_recipe(artifact: Path, told: object, trust: TrustTable, names: Sequence[str], recipe: str) -> None:
-    """Raise VerificationError unless `told`, the recipe in an attestation, matches `names` and `recipe`.
+def check_recipe(artifact: Path, recipe_of: object, trust: TrustTable, names: Sequence[str], recipe: str) -> None:
+    """Raise VerificationError unless `recipe_of`, the recipe in an attestation, matches `names` and `recipe`.
 
     A signature covers only content: whoever may move a tag or a file could replace it with other signed content.
     """
-    found = told.get("name") if isinstance(told, Mapping) else told
-    wanted = [("[trust] names of the site says", name, trust.names[name]) for name in names if name in trust.names][:1]
-    wanted += [("it was asked for as", "", recipe)] if recipe else []
-    for why, name, one in wanted:
-        if found != one:
+    recipe_name = recipe_of.get("name") if isinstance(recipe_of, Mapping) else recipe_of
+    expectations = [
+        ("[trust] names of the site says", name, trust.names[name]) for name in names if name in trust.names
+    ][:1]
+    expectations += [("it was asked for as", "", recipe)] if recipe else []
+    for why, name, expected in expectations:
+        if recipe_name != expected:
             raise VerificationError(
-                f"{names[0] if names else artifact} is not trusted: it is of the recipe {found!r:.80}, and "
-                f"{why} {f'{name} = ' if name else ''}{one!r}",
+                f"{names[0] if names else artifact} is not trusted: it is of the recipe {recipe_name!r:.80}, and "
+                f"{why} {f'{name} = ' if name else ''}{expected!r}",
                 "another signed artifact has replaced it: ask whoever moved the tag or wrote the file",
             )
 
@@ -128,42 +130,52 @@ def signed(
     `title` names the attestation in messages.
     """
     try:
-        found, by = signers.opened(read_bundle(place))
+        signed_statement, by = signers.opened(read_bundle(place))
     except FileNotFoundError:
         raise _refused(artifact, f"it has no {title}") from None
     except (OSError, ValueError) as error:
         raise _refused(artifact, f"{place} cannot be read: {error}") from error
     if not by:
         raise _refused(artifact, f"no signer of the site has signed {place.name}")
-    if found["predicateType"] != kind:
-        raise _refused(artifact, f"{place.name} is no {title}: it has {found['predicateType']!r:.80}")
-    if digest not in [f"sha256:{row['digest']['sha256']}" for row in found["subject"]]:
+    if signed_statement["predicateType"] != kind:
+        raise _refused(artifact, f"{place.name} is no {title}: it has {signed_statement['predicateType']!r:.80}")
+    if digest not in [f"sha256:{row['digest']['sha256']}" for row in signed_statement["subject"]]:
         raise _refused(artifact, f"{place.name} is of another artifact")
-    return found["predicate"], by
+    return signed_statement["predicate"], by
 
 
 def _judged(
-    artifact: Path, receipt: Mapping[str, Any], told: dict[str, Any], trust: TrustTable, now: datetime, signer: str
+    artifact: Path,
+    receipt: Mapping[str, Any],
+    attested_receipt: dict[str, Any],
+    trust: TrustTable,
+    now: datetime,
+    signer: str,
 ) -> TrustVerdict:
     # They are the same JSON: read_receipt has checked the parts that are read here.
-    if told.keys() != receipt.keys() or _fixed(receipt) != {**told, "artifact": _fixed(told)["artifact"]}:
+    if attested_receipt.keys() != receipt.keys() or _fixed(receipt) != {
+        **attested_receipt,
+        "artifact": _fixed(attested_receipt)["artifact"],
+    }:
         raise _refused(artifact, "its receipt is another one than was attested")
-    if told["passed"] is not True:
+    if attested_receipt["passed"] is not True:
         raise _refused(artifact, "its verification did not pass")
-    if (told.get("settings") or {}).get("quick"):
+    if (attested_receipt.get("settings") or {}).get("quick"):
         raise _refused(artifact, "it was verified with --verify quick only")
-    if missing := _missing(told, trust.checks):
+    if missing := _missing(attested_receipt, trust.checks):
         raise _refused(artifact, f"its receipt lacks checks that passed: {', '.join(missing)}")
     try:
-        verified_at = datetime.fromisoformat(told["verified_at"]).astimezone(UTC)
+        verified_at = datetime.fromisoformat(attested_receipt["verified_at"]).astimezone(UTC)
     except (ValueError, OverflowError):
         raise _refused(artifact, "the time in its receipt is malformed") from None
     age, most = (now - verified_at).total_seconds(), seconds(trust.max_age)
     if age < -CLOCK_S:
-        raise _refused(artifact, f"its verification is of the future: {told['verified_at']}")
+        raise _refused(artifact, f"its verification is of the future: {attested_receipt['verified_at']}")
     if most is not None and age > most:
-        raise _refused(artifact, f"it was verified at {told['verified_at']}, more than {trust.max_age} ago")
-    return TrustVerdict(signer, told["verified_at"], str((told.get("recipe") or {}).get("name", "")))
+        raise _refused(artifact, f"it was verified at {attested_receipt['verified_at']}, more than {trust.max_age} ago")
+    return TrustVerdict(
+        signer, attested_receipt["verified_at"], str((attested_receipt.get("recipe") or {}).get("name", ""))
+    )
 
 
 def _fixed(receipt: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,9 +183,9 @@ def _fixed(receipt: Mapping[str, Any]) -> dict[str, Any]:
     return {**receipt, "artifact": artifact}
 
 
-def _missing(receipt: Mapping[str, Any], wanted: Sequence[str]) -> list[str]:
+def _missing(receipt: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     passed = {check["name"] for check in receipt["checks"] if check["status"] == "pass"}
-    return [name for name in wanted if name not in passed]
+    return [name for name in names if name not in passed]
 
 
 def _refused(artifact: Path, why: str) -> VerificationError:

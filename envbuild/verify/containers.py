@@ -97,9 +97,9 @@ class _Agent:
 
     def poll(self) -> int | None:
         if self.returncode is None and not self.reader.is_alive():
-            found = self.api.exec_inspect(self.exec_id)
-            if not found["Running"]:
-                self.returncode = found["ExitCode"]
+            state = self.api.exec_inspect(self.exec_id)
+            if not state["Running"]:
+                self.returncode = state["ExitCode"]
         return self.returncode
 
 
@@ -158,9 +158,9 @@ class ContainerNodes:
 
     def kill_rank(self, run_id: str, rank: int) -> int | None:
         for container in self.containers:
-            said = self._run(container.id, [*_KILL, "rank", run_id, str(rank)], check=False)
-            if said.strip().isdigit():
-                return int(said)
+            answer = self._run(container.id, [*_KILL, "rank", run_id, str(rank)], check=False)
+            if answer.strip().isdigit():
+                return int(answer)
         return None
 
     def share(self, files: Mapping[str, bytes]) -> None:
@@ -261,7 +261,10 @@ def _remove_stale(client: Any) -> None:
     """Remove the expired objects of killed verifications."""
     ours = {"label": LABEL}
     with suppress(Exception):
-        _remove([one for one in client.containers.list(all=True, filters=ours) if _is_over(one.labels)], ())
+        _remove(
+            [container for container in client.containers.list(all=True, filters=ours) if _is_over(container.labels)],
+            (),
+        )
         others = [*client.networks.list(filters=ours), *client.volumes.list(filters=ours)]
         _remove((), [other for other in others if _is_over(other.attrs.get("Labels") or {})])
 

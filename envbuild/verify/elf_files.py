@@ -49,19 +49,19 @@ def scan_elf(folder: Path, wanted: int, files: Files = HOST, *, gpu: bool = Fals
         if machine != wanted:
             report.foreign.append((path, name))
         elif not files.target(path):
-            if gpu and (found := files.gpu_code(path)):
-                report.gpu_code[path] = found
+            if gpu and (containers := files.gpu_code(path)):
+                report.gpu_code[path] = containers
             if (elf := files.elf(path)) and elf.dynamic:
                 report.libraries[path] = elf
     if version is not None:
-        report.torch = sorted(libraries) + [f"{name}={found}" for name, found in torch_builds(version).items()]
+        report.torch = sorted(libraries) + [f"{name}={value}" for name, value in torch_builds(version).items()]
     return report
 
 
 def folder_gpu_code(root: Path, target: Target) -> dict[str, Containers]:
     """Return the containers of each library in the environment at `root`, by its path there. Raises OSError."""
-    found = scan_elf(root, target.elf_machine, gpu=True).gpu_code
-    return {os.path.relpath(path, root): containers for path, containers in found.items()}
+    containers_of = scan_elf(root, target.elf_machine, gpu=True).gpu_code
+    return {os.path.relpath(path, root): containers for path, containers in containers_of.items()}
 
 
 def read_text(path: str, files: Files, most: int = MAX_VERSION_FILE) -> str | None:

@@ -116,7 +116,7 @@ def folder_subject(
     manifest, expected = read_manifest(path), "" if fresh else manifest_of(path, state.digest)
     store, workers = environment.store, host.workers(environment.variables)
     # Before a program of the environment runs: what comes later is compared by the next command, before it is used.
-    found = scan(path)
+    stats = scan(path)
     good: dict[str, Stat] = {}
     heads: dict[str, bytes] = {}
 
@@ -127,7 +127,7 @@ def folder_subject(
             if not fresh:  # everything that the manifest lists is read
                 read = {name: info for name, info in read.items() if name not in manifest.rows}
             try:
-                known, intact = check(path, manifest, found, read, state.interpreter, workers, store, timeout_s, heads)
+                known, intact = check(path, manifest, stats, read, state.interpreter, workers, store, timeout_s, heads)
             except TimeoutError as error:
                 raise out_of_time(str(path), timeout_s) from error
             good.update(intact)

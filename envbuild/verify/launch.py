@@ -88,10 +88,10 @@ class Network:
         """Return the variables of `node` in the job `name`, whose NCCL logs go into the folder `work`."""
         if not self.accelerator.gpu:
             return {}
-        found = {**self.variables, "NCCL_HOSTID": f"envbuild-{name}-{node}"}
+        variables = {**self.variables, "NCCL_HOSTID": f"envbuild-{name}-{node}"}
         if self.gpus:
-            found[self.accelerator.visible] = ",".join(self.gpus[node])
-        return {**found, **_DEBUG, "NCCL_DEBUG_FILE": f"{work}/{name}-nccl{node}.%h.%p.txt"}
+            variables[self.accelerator.visible] = ",".join(self.gpus[node])
+        return {**variables, **_DEBUG, "NCCL_DEBUG_FILE": f"{work}/{name}-nccl{node}.%h.%p.txt"}
 
 
 def network_of(
@@ -132,11 +132,11 @@ def visible_gpus(env: Mapping[str, str], accelerator: Accelerator, dev: Path = P
 def fit_to_gpus(settings: VerifySettings, env: Mapping[str, str], accelerator: Accelerator, log: Log) -> VerifySettings:
     """Return `settings` with no more ranks per node than this host has GPUs. Simulated nodes share them."""
     gpus = len(visible_gpus(env, accelerator)) if accelerator.gpu else 0
-    wanted = settings.nproc_per_node
-    if not 0 < gpus < wanted:
+    requested = settings.nproc_per_node
+    if not 0 < gpus < requested:
         return settings
-    log(f"{wanted} ranks per node were requested, but this host has fewer GPUs: training with {gpus} per node")
-    return replace(settings, nproc_per_node=gpus, wanted_nproc_per_node=wanted)
+    log(f"{requested} ranks per node were requested, but this host has fewer GPUs: training with {gpus} per node")
+    return replace(settings, nproc_per_node=gpus, wanted_nproc_per_node=requested)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,17 +249,17 @@ class Running:
         logs = [parse_nccl_log(_read(path)) for path in sorted(self.work.glob(f"{self.job.name}-nccl*.txt"))]
         if not any(log.having("error", "fatal") for log in logs):
             return ""
-        found = dict.fromkeys(f"NCCL WARN {fault.text}" for log in logs for fault in log.faults)
-        return "\n".join(list(found)[:_NCCL_LINES])
+        warnings = dict.fromkeys(f"NCCL WARN {fault.text}" for log in logs for fault in log.faults)
+        return "\n".join(list(warnings)[:_NCCL_LINES])
 
     def _reports(self) -> list[dict[str, Any]]:
-        found = []
+        reports = []
         for path in sorted(self.work.glob(f"{self.job.name}-report*.json")):
             try:
-                found.append(parse_json(path.read_bytes()))
+                reports.append(parse_json(path.read_bytes()))
             except ValueError:
-                found.append({"unreadable": path.name})
-        return found
+                reports.append({"unreadable": path.name})
+        return reports
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,8 +148,8 @@ def by_fuse(spec: dict[str, Any], place: str) -> None:
         child.kill()
         child.wait()
         log.seek(0)
-        said = log.read(4096).decode(errors="replace").strip()
-    raise StepFailed("image", said or "squashfuse mounted nothing")
+        output = log.read(4096).decode(errors="replace").strip()
+    raise StepFailed("image", output or "squashfuse mounted nothing")
 
 
 def as_extracted(spec: dict[str, Any], place: str) -> None:
@@ -175,8 +175,8 @@ def mount(source: str | None, place: str, kind: str | None, flags: int, options:
     try:
         call("mount", *texts[:3], ctypes.c_ulong(flags), texts[3])
     except OSError as error:
-        what = f"mount {source or kind or 'again'} at {place}"
-        raise OSError(error.errno, f"{what}: {os.strerror(error.errno or 0)}") from None
+        action = f"mount {source or kind or 'again'} at {place}"
+        raise OSError(error.errno, f"{action}: {os.strerror(error.errno or 0)}") from None
 
 
 def show_binds(root: str, binds: Sequence[Bind], stash: str) -> None:
@@ -217,9 +217,9 @@ def _make_mount_point(root: str, place: str, folder: bool, stash: str) -> None:
             else:
                 os.close(os.open(here, os.O_CREAT | os.O_WRONLY, 0o644))
         elif os.path.isdir(here) != wants_folder:
-            wanted, found = ("a folder", "a file") if wants_folder else ("a file", "a folder")
+            expected, present = ("a folder", "a file") if wants_folder else ("a file", "a folder")
             raise StepFailed(
-                "bind", f"{place}: {wanted} is to be shown, and /{'/'.join(names[:depth])} of the image is {found}"
+                "bind", f"{place}: {expected} is to be shown, and /{'/'.join(names[:depth])} of the image is {present}"
             )
         above = here
 
@@ -287,10 +287,10 @@ def mounts_below(place: str) -> list[str]:
 
 def main() -> NoReturn:
     """Run `keep SPEC`, `run FD` or `enter KEEPER KIND PROGRAM ARGUMENT…`."""
-    what, *words = sys.argv[1:]
-    if what == "keep":
+    command, *words = sys.argv[1:]
+    if command == "keep":
         keep(json.loads(Path(words[0]).read_text(encoding="utf-8")))
-    if what == "run":
+    if command == "run":
         run(socket.socket(fileno=int(words[0])))
     enter(*words)
 
@@ -426,18 +426,18 @@ def image_variables(etc: str = "/etc") -> dict[str, str]:
     `etc`/environment has one NAME=VALUE per line; enroot removes one pair of quotes around a value. Values that
     enroot would change there are in `etc`/rc instead (build/runtime_files.py).
     """
-    found = {"PATH": _PATH}
+    variables = {"PATH": _PATH}
     for line in _text(f"{etc}/environment").split("\n"):
         name, equals, value = line.partition("=")
         if equals and name.isascii() and name.isidentifier():
             quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-            found[name] = value[1:-1] if quoted else value
+            variables[name] = value[1:-1] if quoted else value
     script, place = _text(f"{etc}/rc"), 0
     while match := _RC_LINE.match(script, place):  # in order: a value may contain such lines
         place = match.end()
         if name := match["name"] or match["path"]:
-            found[name] = "".join(one or two for one, two in _QUOTED.findall(match["value"]))
-    return found
+            variables[name] = "".join(quoted_text or two for quoted_text, two in _QUOTED.findall(match["value"]))
+    return variables
 
 
 def _text(file: str) -> str:

@@ -122,7 +122,7 @@ def check_gloo(interface: str, report: Report) -> Check:
     wrong: list[str] = []
     for rank in report["ranks"]:
         number, interfaces = rank["rank"], rank.get("interfaces", {})
-        own = sorted({local for one, _, local in links if one == number})
+        own = sorted({local for rank, _, local in links if rank == number})
         if rank.get("gloo_ifname") != interface:
             wrong.append(f"rank {number}: GLOO_SOCKET_IFNAME is {rank.get('gloo_ifname') or 'not set'}")
         for address in own:
@@ -140,7 +140,7 @@ def check_gloo(interface: str, report: Report) -> Check:
         evidence={
             "backend": report.get("backend"),
             "interface": interface,
-            "connections": [f"rank {one} to {other}: {address}" for one, other, address in links][:200],
+            "connections": [f"rank {rank} to {other}: {address}" for rank, other, address in links][:200],
         },
     )
 

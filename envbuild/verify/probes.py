@@ -184,7 +184,7 @@ def _linear(inputs: Inputs) -> Parts:
 
 def _attention(inputs: Inputs, *, causal: bool = False) -> Parts:
     """Compute softmax(Q·Kᵀ / √width)·V; a causal position sees itself and the positions before it."""
-    found: dict[str, list[float]] = {}
+    gradients: dict[str, list[float]] = {}
     scale = 1 / math.sqrt(_WIDTH)
     heads = zip(*(inputs[name][0] for name in ("query", "key", "value", "upstream")), strict=True)
     for query, key, value, upstream in heads:
@@ -195,7 +195,7 @@ def _attention(inputs: Inputs, *, causal: bool = False) -> Parts:
         change = []
         for shares, row in zip(weights, _product(upstream, _transposed(value)), strict=True):
             mean = _dot(shares, row)
-            change.append([scale * share * (one - mean) for share, one in zip(shares, row, strict=True)])
+            change.append([scale * share * (value - mean) for share, value in zip(shares, row, strict=True)])
         parts = {
             "output": _product(weights, value),
             "gradient of query": _product(change, key),
@@ -203,22 +203,22 @@ def _attention(inputs: Inputs, *, causal: bool = False) -> Parts:
             "gradient of value": _product(_transposed(weights), upstream),
         }
         for part, matrix in parts.items():
-            found.setdefault(part, []).extend(_flat(matrix))
-    return found
+            gradients.setdefault(part, []).extend(_flat(matrix))
+    return gradients
 
 
 def _normalised(row: Row, eps: float) -> tuple[list[float], float, float, float]:
     """Return (x - mean) / √(variance + eps), 1 / √(variance + eps), the mean and the variance."""
     mean = math.fsum(row) / len(row)
-    variance = math.fsum((one - mean) ** 2 for one in row) / len(row)
+    variance = math.fsum((value - mean) ** 2 for value in row) / len(row)
     factor = 1 / math.sqrt(variance + eps)
-    return [(one - mean) * factor for one in row], factor, mean, variance
+    return [(value - mean) * factor for value in row], factor, mean, variance
 
 
 def _norm_gradient(normal: Row, factor: float, upstream: Row) -> list[float]:
     """Return the gradient of the input of a normalisation, from the gradient of the normalised values."""
     mean, along = math.fsum(upstream) / len(upstream), _dot(upstream, normal) / len(normal)
-    return [factor * (one - mean - along * value) for one, value in zip(upstream, normal, strict=True)]
+    return [factor * (gradient - mean - along * value) for gradient, value in zip(upstream, normal, strict=True)]
 
 
 def _layer_norm(inputs: Inputs) -> Parts:
@@ -227,9 +227,9 @@ def _layer_norm(inputs: Inputs) -> Parts:
     return {
         "output": [n * w + b for normal, *_ in rows for n, w, b in zip(normal, weight, bias, strict=True)],
         "gradient of input": [
-            one
+            value
             for (normal, factor, *_), row in zip(rows, upstream, strict=True)
-            for one in _norm_gradient(normal, factor, list(map(operator.mul, row, weight)))
+            for value in _norm_gradient(normal, factor, list(map(operator.mul, row, weight)))
         ],
         "gradient of weight": _sums(
             [list(map(operator.mul, normal, row)) for (normal, *_), row in zip(rows, upstream, strict=True)]
@@ -246,7 +246,7 @@ def _channels(images: Any) -> list[list[float]]:
 def _images(channels: Matrix) -> list[float]:
     """Return the values of `_channels` in the order of the images."""
     size = _HEIGHT * _LINE
-    return [one for at in range(_BATCH) for row in channels for one in row[at * size : (at + 1) * size]]
+    return [value for at in range(_BATCH) for row in channels for value in row[at * size : (at + 1) * size]]
 
 
 def _batch_norm(inputs: Inputs) -> Parts:
@@ -254,24 +254,26 @@ def _batch_norm(inputs: Inputs) -> Parts:
     values, upstream = _channels(inputs["input"]), _channels(inputs["upstream"])
     channels = [_normalised(row, eps) for row in values]
     number = _BATCH * _HEIGHT * _LINE
-    means = [old + momentum * (one[2] - old) for one, old in zip(channels, inputs["running_mean"], strict=True)]
+    means = [old + momentum * (channel[2] - old) for channel, old in zip(channels, inputs["running_mean"], strict=True)]
     # The running variance is that of a sample: n - 1.
     variances = [
-        old + momentum * (one[3] * number / (number - 1) - old)
-        for one, old in zip(channels, inputs["running_var"], strict=True)
+        old + momentum * (channel[3] * number / (number - 1) - old)
+        for channel, old in zip(channels, inputs["running_var"], strict=True)
     ]
     evaluated = [
-        [(one - mean) / math.sqrt(variance + eps) * w + b for one in row]
+        [(value - mean) / math.sqrt(variance + eps) * w + b for value in row]
         for row, mean, variance, w, b in zip(values, means, variances, weight, bias, strict=True)
     ]
     gradients = [
-        _norm_gradient(normal, factor, [one * w for one in row])
+        _norm_gradient(normal, factor, [value * w for value in row])
         for (normal, factor, *_), row, w in zip(channels, upstream, weight, strict=True)
     ]
     return {
-        "output": _images([[n * w + b for n in one[0]] for one, w, b in zip(channels, weight, bias, strict=True)]),
+        "output": _images(
+            [[n * w + b for n in channel[0]] for channel, w, b in zip(channels, weight, bias, strict=True)]
+        ),
         "gradient of input": _images(gradients),
-        "gradient of weight": [_dot(one[0], row) for one, row in zip(channels, upstream, strict=True)],
+        "gradient of weight": [_dot(channel[0], row) for channel, row in zip(channels, upstream, strict=True)],
         "gradient of bias": [math.fsum(row) for row in upstream],
         "running_mean": means,
         "running_var": variances,
@@ -293,7 +295,7 @@ def _cross_entropy(inputs: Inputs) -> Parts:
     counted = [target for target in inputs["targets"] if target != _IGNORED]
     losses, gradient = [], []
     for row, target in zip(inputs["logits"], inputs["targets"], strict=True):
-        powers = [math.exp(one) for one in row]
+        powers = [math.exp(value) for value in row]
         total = math.fsum(powers)
         if target == _IGNORED:
             gradient += [0.0] * len(row)
@@ -400,11 +402,11 @@ def expected_digest(request: Request, case: Case, rank: int) -> str:
 def _tiled(values: Sequence[int], dtype: str, start: int, numel: int) -> bytes:
     """Return the bytes of elements `start` to `start + numel` of the repeated `values`."""
     # Little-endian, as the processors of all targets are.
-    one = struct.pack(f"<{len(values)}{_FORMATS[dtype]}", *values)
+    data = struct.pack(f"<{len(values)}{_FORMATS[dtype]}", *values)
     if dtype == "bfloat16":  # the upper half of a float32
-        one = b"".join(one[at + 2 : at + 4] for at in range(0, len(one), 4))
-    size, skip = len(one) // len(values), start % len(values)
-    return (one * (numel // len(values) + 2))[skip * size : (skip + numel) * size]
+        data = b"".join(data[at + 2 : at + 4] for at in range(0, len(data), 4))
+    size, skip = len(data) // len(values), start % len(values)
+    return (data * (numel // len(values) + 2))[skip * size : (skip + numel) * size]
 
 
 def expected_parameters(request: Request, name: str) -> list[float]:
@@ -414,7 +416,7 @@ def expected_parameters(request: Request, name: str) -> list[float]:
     """
     optimizer = request["optimizer"]
     model, state = optimizer["start"], [(0.0, 0.0)] * len(optimizer["start"])
-    found: list[float] = []
+    parameters: list[float] = []
     for step, ranks in enumerate(optimizer["data"], 1):
         rows = [row for rank in ranks for row in rank]
         gradient = [0.0] * len(model)
@@ -422,10 +424,12 @@ def expected_parameters(request: Request, name: str) -> list[float]:
             inputs = [*inputs, 1.0]
             error = sum(map(operator.mul, model, inputs)) - target
             gradient = [g + 2 * error * x / len(rows) for g, x in zip(gradient, inputs, strict=True)]
-        stepped = [OPTIMIZERS[name](step, *one, **optimizer[name]) for one in zip(model, gradient, state, strict=True)]
+        stepped = [
+            OPTIMIZERS[name](step, *values, **optimizer[name]) for values in zip(model, gradient, state, strict=True)
+        ]
         model, state = [value for value, _ in stepped], [kept for _, kept in stepped]
-        found += model
-    return found
+        parameters += model
+    return parameters
 
 
 def _sgd(

@@ -94,18 +94,18 @@ _READERS: dict[str, Callable[[Report, Outcome], float]] = {
 
 def performance_of(first: Outcome, reference: Outcome) -> dict[str, Any]:
     """Return the figures of the first launch and of the single process; figures that were not measured are left out."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     if not first.finished or not first.reports:
-        return found
+        return figures
     for name, read in _READERS.items():
         # A malformed report is a finding of the checks.
         with suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             value = float(read(first.reports[0], reference))
             if math.isfinite(value) and value > 0:
-                found[name] = int(value) if name.endswith("_bytes") else round(value, 6)
+                figures[name] = int(value) if name.endswith("_bytes") else round(value, 6)
     with suppress(AttributeError, LookupError, TypeError):
-        found |= {"gpu": str(first.reports[0]["ranks"][0]["gpu"])}
-    return found
+        figures |= {"gpu": str(first.reports[0]["ranks"][0]["gpu"])}
+    return figures
 
 
 def measure_step(subject: Subject, settings: VerifySettings, env: Mapping[str, str], site: FabricTable) -> float:

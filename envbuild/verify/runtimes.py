@@ -112,16 +112,16 @@ def own_runtime(image: ImageFile, way: str | None, environment: Environment) -> 
     Each way is tried on the image, except unpacking. Raises HostError, with the reasons, when no way works.
     """
     refused = []
-    for one in (way,) if way else WAYS:
+    for method in (way,) if way else WAYS:
         try:
             with environment.store.working("launched") as folder:
-                spec = spec_of(image, one, folder, folder, environment)
+                spec = spec_of(image, method, folder, folder, environment)
                 with _keeper(spec, environment):
-                    name = f"own:{one}{_detail(spec)}"
-            return Runtime(name, partial(_open, image, one, environment))
+                    name = f"own:{method}{_detail(spec)}"
+            return Runtime(name, partial(_open, image, method, environment))
         except WayUnavailable as error:
-            refused.append(f"{one}: {error}")
-    hint = f"choose another way ({', '.join(f'own:{one}' for one in WAYS if one != way)})"
+            refused.append(f"{method}: {error}")
+    hint = f"choose another way ({', '.join(f'own:{way_name}' for way_name in WAYS if way_name != way)})"
     if way == MOUNT and image.compressor != "gzip":
         hint += ", or make the image with --compression gzip, which every kernel with squashfs reads"
     raise HostError(f"{image.path} cannot be launched here; {'; '.join(refused)}", hint)
@@ -132,8 +132,8 @@ def _detail(spec: Mapping[str, Any]) -> str:
         return f" (Linux {platform.release()})"
     if spec["way"] == EXTRACT:
         return ""
-    said = process.run([spec["tool"], "--help"], check=False)
-    match = re.search(r"squashfuse \d[\w.]*", said.stdout + said.stderr)
+    help_text = process.run([spec["tool"], "--help"], check=False)
+    match = re.search(r"squashfuse \d[\w.]*", help_text.stdout + help_text.stderr)
     return f" ({match[0] if match else Path(spec['tool']).name})"
 
 
@@ -220,18 +220,18 @@ def _keeper(spec: Mapping[str, Any], environment: Environment) -> Iterator[int]:
 
 def forbidden(why: str, proc: Path = Path("/proc/sys")) -> HostError:
     """Return the error for a host that forbids namespaces, with the settings that may be the reason."""
-    found = []
+    settings_found = []
     for name, forbids, allows in _SETTINGS:
         with suppress(OSError):
             if (proc / name.replace(".", "/")).read_text().strip() == forbids:
-                found.append((f"{name} = {forbids}", f"{name}={allows}"))
+                settings_found.append((f"{name} = {forbids}", f"{name}={allows}"))
     ways = "install apptainer or enroot, verify on a node that allows it, or build with --no-verify"
-    if not found:
+    if not settings_found:
         return HostError(
             f"this host cannot launch an image without a runtime: {why}",
             f"a surrounding container may forbid it (its seccomp profile or missing capabilities); {ways}",
         )
-    settings, orders = zip(*found, strict=True)
+    settings, orders = zip(*settings_found, strict=True)
     return HostError(
         f"this host forbids launching an image without a runtime: {' and '.join(settings)} ({why})",
         f"let the administrator run `sysctl -w {' '.join(orders)}`, run as root, or {ways}",
@@ -243,8 +243,8 @@ def _driver_libraries(variables: Mapping[str, str]) -> dict[str, str]:
     search = variables.get("PATH", os.defpath)
     if tool := shutil.which("nvidia-container-cli", path=search):
         listed = process.run([tool, "list", "--libraries"], env=variables, check=False)
-        if listed.returncode == 0 and (found := named(listed.stdout.split())):
-            return found
+        if listed.returncode == 0 and (libraries := named(listed.stdout.split())):
+            return libraries
     cache = shutil.which("ldconfig", path=f"{search}:/sbin:/usr/sbin")
     return named(cached(process.run([cache, "-p"], check=False).stdout)) if cache else {}
 
@@ -257,14 +257,14 @@ def cached(text: str, machine: str | None = None) -> list[str]:
 
 def named(paths: Iterable[str]) -> dict[str, str]:
     """Return name → path of the driver's libraries among `paths`, the first path for each name."""
-    found: dict[str, str] = {}
+    libraries: dict[str, str] = {}
     for path in paths:
         match = _FILE.fullmatch(os.path.basename(path))
         if match and match[1] in _SONAMES:
-            found.setdefault(_SONAMES[match[1]], path)
+            libraries.setdefault(_SONAMES[match[1]], path)
         elif match and match[1] == _VERSIONED:
-            found.setdefault(os.path.basename(os.path.realpath(path)), path)
-    return found
+            libraries.setdefault(os.path.basename(os.path.realpath(path)), path)
+    return libraries
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,46 +346,46 @@ def _nodes(runtime: Runtime, work: Path) -> Iterator[HostNodes]:
         yield HostNodes(work, launch, PurePosixPath(runtime.work))
 
 
-def choose(kind: str, wanted: str | None, variables: Mapping[str, str]) -> tuple[str, Path | None, str | None]:
+def choose(kind: str, name_asked: str | None, variables: Mapping[str, str]) -> tuple[str, Path | None, str | None]:
     """Return the runtime for an image of `kind`, its program, and the requested way of the own runtime, if any.
 
-    `wanted` is one of `names()`, None for the best. Raises UsageError for an unsuitable one, HostError without it.
+    `name_asked` is one of `names()`, None for the best. Raises UsageError for an unsuitable one, HostError without it.
     """
-    if wanted is not None and wanted not in names():
-        raise UsageError(f"unknown runtime {wanted!r}", f"one of {', '.join(names())}")
+    if name_asked is not None and name_asked not in names():
+        raise UsageError(f"unknown runtime {name_asked!r}", f"one of {', '.join(names())}")
     suitable = {name: row for name, row in RUNTIMES.items() if kind in row.kinds}
-    if wanted in RUNTIMES and wanted not in suitable:
+    if name_asked in RUNTIMES and name_asked not in suitable:
         raise UsageError(
-            f"{wanted} does not start {Path(file_kind(kind).default_name).suffix} images",
+            f"{name_asked} does not start {Path(file_kind(kind).default_name).suffix} images",
             f"choose {' or '.join([*suitable, OWN])}",
         )
     search = variables.get("PATH", os.defpath)
     for name, row in suitable.items():
-        for program in row.programs if wanted in (None, name) else ():
-            if found := shutil.which(program, path=search):
-                return name, Path(found), None
-    if wanted in suitable:
+        for program in row.programs if name_asked in (None, name) else ():
+            if path := shutil.which(program, path=search):
+                return name, Path(path), None
+    if name_asked in suitable:
         raise HostError(
-            f"{' or '.join(suitable[wanted].programs)} is not on PATH",
+            f"{' or '.join(suitable[name_asked].programs)} is not on PATH",
             f"install it, or choose {OWN}, which needs nothing installed",
         )
-    return OWN, None, (wanted or OWN).partition(":")[2] or None
+    return OWN, None, (name_asked or OWN).partition(":")[2] or None
 
 
-def runtime_for(image: ImageFile, wanted: str | None, environment: Environment) -> Runtime:
+def runtime_for(image: ImageFile, name_asked: str | None, environment: Environment) -> Runtime:
     """Return the runtime that starts `image` (see `choose`), after a trial start.
 
-    If an installed runtime cannot start the image, the own runtime is used, unless `wanted` names the installed
+    If an installed runtime cannot start the image, the own runtime is used, unless `name_asked` names the installed
     one. Raises HostError when no runtime can.
     """
-    name, program, way = choose(image.kind, wanted, environment.variables)
+    name, program, way = choose(image.kind, name_asked, environment.variables)
     if program is None:
         return own_runtime(image, way, environment)
     try:
         row = RUNTIMES[name]
         return row.start(image, program, _host(row, image, environment.variables), environment)
     except HostError as failed:
-        if wanted is not None:
+        if name_asked is not None:
             raise
         try:
             own = own_runtime(image, way, environment)

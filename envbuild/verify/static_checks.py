@@ -42,30 +42,30 @@ def check_built_torch(state: State, path: Path) -> None:
 
 def check_installed(subject: Subject, survey: Survey) -> Check:
     """Check that every distribution is the locked one, and every file has its recorded digest."""
-    found, files, layers = survey.distributions, survey.files, len(survey.layers)
+    installed, files, layers = survey.distributions, survey.files, len(survey.layers)
     wrong = list(_installed_problems(subject.state, survey))
-    slim = {name: dict(distribution.slim) for name, distribution in found.items() if distribution.slim}
+    slim = {name: dict(distribution.slim) for name, distribution in installed.items() if distribution.slim}
     built = f", {layers} source-built layer{'s' if layers > 1 else ''}" if layers else ""
     return judge(
         "installed",
         not wrong,
         seen="; ".join(wrong)
-        or f"{len(found)} packages{built}, {files.files} files, {files.bytes} bytes, all as locked",
+        or f"{len(installed)} packages{built}, {files.files} files, {files.bytes} bytes, all as locked",
         expected=f"{len(subject.state.packages)} packages exactly as locked, every file with its recorded sha256",
         evidence={
-            "packages": {name: distribution.version for name, distribution in sorted(found.items())},
+            "packages": {name: distribution.version for name, distribution in sorted(installed.items())},
             "files": files.files,
             "bytes": files.bytes,
             **({"slim": slim} if slim else {}),
-            **{what: getattr(files, what)[:50] for what in _WRONG_FILES},
+            **{fault: getattr(files, fault)[:50] for fault in _WRONG_FILES},
         },
     )
 
 
 def _installed_problems(state: State, survey: Survey) -> Iterator[str]:
-    wanted = {name: (version, record) for name, version, record in state.packages}
-    for name in sorted(wanted.keys() | survey.distributions.keys()):
-        version, record = wanted.get(name, ("nothing", ""))
+    locked = {name: (version, record) for name, version, record in state.packages}
+    for name in sorted(locked.keys() | survey.distributions.keys()):
+        version, record = locked.get(name, ("nothing", ""))
         now = survey.distributions.get(name)
         if now is None or now.version != version:
             yield f"{name}: locked {version}, installed {now.version if now else 'nothing'}"
@@ -76,11 +76,11 @@ def _installed_problems(state: State, survey: Survey) -> Iterator[str]:
         if survey.layers.get(name) != files:
             yield f"layer {name}: the list of its files is not the one that was installed"
     yield from (f"layer {name}: not in the recipe" for name in sorted(survey.layers.keys() - built.keys()))
-    for what in _WRONG_FILES:
-        paths = getattr(survey.files, what)
-        yield from (f"{what} file {path}" for path in paths[:_SHOWN])
+    for fault in _WRONG_FILES:
+        paths = getattr(survey.files, fault)
+        yield from (f"{fault} file {path}" for path in paths[:_SHOWN])
         if len(paths) > _SHOWN:
-            yield f"{len(paths) - _SHOWN} more {what} files"
+            yield f"{len(paths) - _SHOWN} more {fault} files"
 
 
 def check_trainer(subject: Subject, survey: Survey) -> Check:
@@ -88,10 +88,12 @@ def check_trainer(subject: Subject, survey: Survey) -> Check:
 
     This check compares the artifact's RECORD, `installed` compares the files with it.
     """
-    own, found = load_trainer(), survey.distributions.get(NAME)
-    if found and found.version != own.version:
-        return not_tried("trainer", f"the artifact has {NAME} {found.version}, not {own.version}, which trained here")
-    evidence = {"record": found.record if found else "", "expected": record_digest(own.entries()[-1][1])}
+    own, installed = load_trainer(), survey.distributions.get(NAME)
+    if installed and installed.version != own.version:
+        return not_tried(
+            "trainer", f"the artifact has {NAME} {installed.version}, not {own.version}, which trained here"
+        )
+    evidence = {"record": installed.record if installed else "", "expected": record_digest(own.entries()[-1][1])}
     same = evidence["record"] == evidence["expected"]
     seen, expected = f"{NAME} {'is' if same else 'differs from'} envbuild's", f"{NAME} {own.version} of envbuild"
     return judge("trainer", same, seen=seen, expected=expected, evidence=evidence)
@@ -113,20 +115,20 @@ def check_architecture(subject: Subject, survey: Survey) -> Check:
 
 def check_accelerator(subject: Subject, survey: Survey) -> Check:
     """Check that the artifact's own torch is built for the target; a base image's torch is not judged."""
-    target, found = subject.target, survey.elf.torch
+    target, torch_rows = subject.target, survey.elf.torch
     builds: dict[str, str] = {}
     fault, seen = None, "no torch of its own"
-    if found is not None:
-        builds = survey_builds(found)
+    if torch_rows is not None:
+        builds = survey_builds(torch_rows)
         exact = not subject.state.of_conda
-        fault = accelerator_fault(target.name, builds, found, exact=exact)
+        fault = accelerator_fault(target.name, builds, torch_rows, exact=exact)
         seen = f"torch {fault}" if fault else f"torch is built for {builds_title(builds) or 'CPUs'}"
     return judge(
         "accelerator",
         fault is None,
         seen=seen,
         expected=f"torch built for {' '.join(filter(None, (target.family.title, target.version)))}",
-        evidence={"cuda": None, **builds, "libraries": [name for name in found or [] if "=" not in name]},
+        evidence={"cuda": None, **builds, "libraries": [name for name in torch_rows or [] if "=" not in name]},
     )
 
 
@@ -135,9 +137,13 @@ def check_gpus(subject: Subject, survey: Survey, words: tuple[str, ...]) -> Chec
     libraries, faults = survey.elf.gpu_code, gpu_faults(survey.elf.gpu_code, words)
     unread = [path for path, containers in libraries.items() if (UNREADABLE,) in containers]
     ways = [
-        f"{chip.name}: {', '.join(f'{count} libraries {way}' for way, count in sorted(found.items()) if way)}"
+        f"{chip.name}: {', '.join(f'{count} libraries {way}' for way, count in sorted(ways_of.items()) if way)}"
         for chip in all_chips(words)
-        if (found := Counter(library_runs(library, chip) for library in libraries.values() if is_judged(library, chip)))
+        if (
+            ways_of := Counter(
+                library_runs(library, chip) for library in libraries.values() if is_judged(library, chip)
+            )
+        )
     ]
     good = "; ".join(ways) or f"{len(libraries)} libraries have code for GPUs"
     if not words:
@@ -154,8 +160,8 @@ def check_gpus(subject: Subject, survey: Survey, words: tuple[str, ...]) -> Chec
         evidence={
             "gpus": list(words),
             "libraries": {
-                path: {" ".join(codes): count for codes, count in sorted(one.items())}
-                for path, one in sorted(libraries.items())
+                path: {" ".join(codes): count for codes, count in sorted(code_counts.items())}
+                for path, code_counts in sorted(libraries.items())
             },
         },
     )
@@ -168,8 +174,8 @@ def read_gpu_files(path: Path, target: Target, limits: ImageLimits) -> dict[str,
     root, offset = Path("/", PREFIX), open_image_file(path).offset
     with path.open("rb") as stream:
         files = read_squashfs(stream, offset, str(path), limits, _READING_S, gpu=True)
-    found = scan_elf(root, target.elf_machine, files, gpu=True).gpu_code
-    return {os.path.relpath(name, root): containers for name, containers in found.items()}
+    containers_of = scan_elf(root, target.elf_machine, files, gpu=True).gpu_code
+    return {os.path.relpath(name, root): containers for name, containers in containers_of.items()}
 
 
 def check_layer(layer: BuiltLayer, nodes: Nodes, work: Path) -> Check:
@@ -177,21 +183,21 @@ def check_layer(layer: BuiltLayer, nodes: Nodes, work: Path) -> Check:
     program, *arguments = layer.check
     log = work / f"layer-{layer.name}.log"
     asks = os.path.basename(program) == "fi_info" and "-p" in arguments[:-1]
-    wanted = arguments[arguments.index("-p") + 1] if asks else ""  # the provider
+    provider = arguments[arguments.index("-p") + 1] if asks else ""  # the provider
     code: int | None = None
     try:
         # FI_PROVIDER overrides the caller's: another provider would hide the requested one.
-        chosen = {"FI_PROVIDER": wanted} if wanted else {}
-        found, ended = run_program(nodes, program, arguments, chosen, log, _LAYER_TIMEOUT_S)
-        code = found if ended else None
+        chosen = {"FI_PROVIDER": provider} if provider else {}
+        exit_code, ended = run_program(nodes, program, arguments, chosen, log, _LAYER_TIMEOUT_S)
+        code = exit_code if ended else None
         text = log.read_text(encoding="utf-8", errors="replace").strip()
     except (OSError, EnvbuildError) as error:
         text = str(error)
     lines = text[-_KEPT_TEXT:].splitlines()[-process.TAIL_LINES :]
-    good = code == 0 and (not wanted or f"provider: {wanted}" in text)
+    good = code == 0 and (not provider or f"provider: {provider}" in text)
     seen = f"{layer.name} {layer.version}: " + ("did not end in time" if code is None else f"exit {code}")
     if good:
-        seen += f", provider {wanted}" if wanted else ""
+        seen += f", provider {provider}" if provider else ""
     else:
         seen += "\n" + ("\n".join(f"    {line}" for line in lines) or "    (it printed nothing)")
     return judge(
@@ -199,24 +205,25 @@ def check_layer(layer: BuiltLayer, nodes: Nodes, work: Path) -> Check:
         good,
         title=" ".join(layer.check),
         seen=seen,
-        expected="exit 0" + (f" and a line `provider: {wanted}`" if wanted else ""),
+        expected="exit 0" + (f" and a line `provider: {provider}`" if provider else ""),
         evidence={"command": list(layer.check), "returncode": code, "output": "\n".join(lines)},
     )
 
 
 def check_linkage(subject: Subject, survey: Survey) -> Check:
     """Check symbols, versions, copies and stubs of libraries, and torch's pins of the libraries that it loads."""
-    found = survey.linkage
-    wrong = [*found.faults, *_broken_pins(subject, survey)]
+    linkage = survey.linkage
+    wrong = [*linkage.faults, *_broken_pins(subject, survey)]
     more = f"; {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-    base = ", ".join(f"{name} {version}" for name, version in found.base.items())
+    base = ", ".join(f"{name} {version}" for name, version in linkage.base.items())
     return judge(
         "linkage",
         not wrong,
         seen="; ".join(wrong[:_SHOWN]) + more
-        or f"{found.symbols} symbols of {found.libraries} libraries are defined; they need {base or 'no C library'}",
+        or f"{linkage.symbols} symbols of {linkage.libraries} libraries are defined; "
+        f"they need {base or 'no C library'}",
         expected="every symbol and version defined where the loader looks, one NCCL and cuDNN, no stub of the driver",
-        evidence={"base": found.base, "absent": dict(list(found.absent.items())[:_KEPT]), "faults": wrong[:_KEPT]},
+        evidence={"base": linkage.base, "absent": dict(list(linkage.absent.items())[:_KEPT]), "faults": wrong[:_KEPT]},
     )
 
 

@@ -26,7 +26,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 # Signal → the real-time signal by which the launcher reports it to the keeper.
 _TOLD = {number: signal.SIGRTMIN + place for place, number in enumerate(PASSED_ON, start=2)}
-_HEARD = {told: number for number, told in _TOLD.items()}
+_HEARD = {word: number for number, word in _TOLD.items()}
 # Two signals of one number within this time count as one that was sent to both processes.
 _SAME_S = 2.0
 _LATER_S = 0.1
@@ -103,9 +103,9 @@ def _wait_for(program: int, held: set[int], launcher: int) -> int | None:
         for number in [number for number, when in due.items() if when <= now]:
             del due[number]
             os.kill(program, number)
-        while (found := _reaped()) is not None:
-            if found[0] == program:
-                return found[1]
+        while (ended := _reaped()) is not None:
+            if ended[0] == program:
+                return ended[1]
         if os.getppid() != launcher and deadline is None:
             deadline = now + _GRACE_S
             os.kill(program, signal.SIGTERM)
@@ -126,10 +126,10 @@ def _wait_for(program: int, held: set[int], launcher: int) -> int | None:
 def _reaped() -> tuple[int, int] | None:
     """Return the process ID and wait status of one ended child, None if there is none."""
     try:
-        found = os.waitpid(-1, os.WNOHANG)
+        status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
         return None
-    return found if found[0] else None
+    return status if status[0] else None
 
 
 def end_rest(spare: Set[int], grace_s: float = 0.0) -> None:
@@ -162,12 +162,12 @@ def descendants() -> set[int]:
                 parents[int(name)] = int(parent)
                 if state in (b"Z", b"X"):
                     ended.add(int(name))
-    found: set[int] = set()
+    pids: set[int] = set()
     above = {os.getpid()}
     while above:
         above = {pid for pid, parent in parents.items() if parent in above}
-        found |= above
-    return found - ended
+        pids |= above
+    return pids - ended
 
 
 def die_with(parent: int, sig: signal.Signals) -> None:

@@ -98,10 +98,10 @@ class _Loader:
         self.preloaded: dict[str, str] = {}
         self.by_name: dict[str, list[str]] = {}
         for path, elf in libraries.items():
-            for one in {posixpath.basename(path), elf.soname} - {""}:
-                self.by_name.setdefault(one, []).append(path)
+            for library in {posixpath.basename(path), elf.soname} - {""}:
+                self.by_name.setdefault(library, []).append(path)
                 if _PRELOADED.search(path):
-                    self.preloaded.setdefault(one, path)
+                    self.preloaded.setdefault(library, path)
 
     def _elf(self, path: str) -> Elf | None:
         """Return the library at `path`, None for a file that is no library for this processor."""
@@ -113,12 +113,16 @@ class _Loader:
         elf, origin = self.elf(path), posixpath.dirname(path)
         folders = elf.runpath.split(":") if elf and elf.runpath else []
         fixed = (folder.replace("${ORIGIN}", "$ORIGIN") for folder in folders)  # the environment's path may be relative
-        return [posixpath.normpath(one.replace("$ORIGIN", origin)) for one in fixed if one.startswith(("/", "$ORIGIN"))]
+        return [
+            posixpath.normpath(folder_name.replace("$ORIGIN", origin))
+            for folder_name in fixed
+            if folder_name.startswith(("/", "$ORIGIN"))
+        ]
 
     def _find(self, path: str, name: str) -> str:
         """Return the path at which the loader finds `name` for the library at `path`, "" if it is missing."""
         elf = self.elf(path)
-        with_torch = _PRELOADED.search(path) or (elf and any(one.startswith(_OF_TORCH) for one in elf.needed))
+        with_torch = _PRELOADED.search(path) or (elf and any(needed.startswith(_OF_TORCH) for needed in elf.needed))
         for folder in self.run_path(path):
             if self.elf(f"{folder}/{name}"):
                 return f"{folder}/{name}"
@@ -136,17 +140,19 @@ class _Loader:
         A library in no searched folder is replaced by all files of its name in the environment: its package may load
         one of them by path.
         """
-        found, absent, todo = dict[str, None](), set[str](), deque([path])
+        paths, absent, todo = dict[str, None](), set[str](), deque([path])
         while todo:
             here = todo.popleft()
             elf = self.elf(here)
             for name in elf.needed if elf else ():
-                one = self.find(here, name)
-                more = [one] if one else self.by_name.get(name, [])
+                library = self.find(here, name)
+                more = [library] if library else self.by_name.get(name, [])
                 absent |= set() if more else {name}
-                todo += [one for one in more if one not in found and one != path]
-                found |= dict.fromkeys(more)
-        return list(found), absent
+                todo += [
+                    needed_library for needed_library in more if needed_library not in paths and needed_library != path
+                ]
+                paths |= dict.fromkeys(more)
+        return list(paths), absent
 
     def shown(self, path: str) -> str:
         """Return a path relative to the environment, if it is inside."""
@@ -168,8 +174,8 @@ def _check_symbols(loader: _Loader, linkage: Linkage) -> None:
     users: dict[str, list[str]] = {}
     for path in loader.libraries:
         together, absent = loader.closure(path)
-        for one in together:
-            users.setdefault(one, []).append(path)
+        for soname in together:
+            users.setdefault(soname, []).append(path)
         for library in absent & set(loader.libraries[path].needed):
             linkage.absent[library] = linkage.absent.get(library, 0) + 1
     linkage.absent = dict(sorted(linkage.absent.items()))
@@ -184,11 +190,17 @@ def _check_symbols(loader: _Loader, linkage: Linkage) -> None:
             if not missing:
                 continue
             # Where the library is absent, or the process brings it by other ways, the symbols are not judged.
-            lacking = {one for user in (path, *users.get(path, ())) for one in loader.closure(user)[1]}
+            lacking = {library for user in (path, *users.get(path, ())) for library in loader.closure(user)[1]}
             names = map(posixpath.basename, _scope(loader, path, users))
             if any(map(family.libraries.fullmatch, names)) and not any(map(family.libraries.fullmatch, lacking)):
-                inside = [one for one in loader.closure(path)[0] if family.libraries.fullmatch(posixpath.basename(one))]
-                named = ", ".join(loader.shown(one) if len(inside) == 1 else posixpath.basename(one) for one in inside)
+                inside = [
+                    library
+                    for library in loader.closure(path)[0]
+                    if family.libraries.fullmatch(posixpath.basename(library))
+                ]
+                named = ", ".join(
+                    loader.shown(library) if len(inside) == 1 else posixpath.basename(library) for library in inside
+                )
                 where = f"not defined in {named}" if inside else "defined in no library that it loads"
                 more = f" and {len(missing) - 1} more symbols of {family.name} are" if len(missing) > 1 else " is"
                 linkage.undefined.append(f"{loader.shown(path)}: {missing[0]}{more} {where}")
@@ -235,7 +247,7 @@ def _copies(loader: _Loader) -> Iterator[str]:
             mains.setdefault(posixpath.basename(place).partition(".so")[0], []).append(place)
         for places in mains.values():
             if len(places) > 1 and len(other := {loader.files.digest(place): place for place in places}) > 1:
-                named = (f"{loader.shown(one)} (for {loader.shown(users[one])})" for one in other.values())
+                named = (f"{loader.shown(library)} (for {loader.shown(users[library])})" for library in other.values())
                 yield f"{family.name} is there {len(other)} times: {', '.join(named)}"
 
 
@@ -287,17 +299,17 @@ def survey(
     for code for GPUs. Raises OSError.
     """
     elf = scan_elf(root, elf_machine, files, gpu=gpu)
-    elf.gpu_code = {os.path.relpath(path, root): found for path, found in elf.gpu_code.items()}
+    elf.gpu_code = {os.path.relpath(path, root): containers for path, containers in elf.gpu_code.items()}
     linkage = link(os.fspath(root), elf.libraries, elf_machine, files)
     elf.libraries.clear()  # their symbols take much memory
     elf.foreign = [(os.path.relpath(path, root), machine) for path, machine in elf.foreign]
     if is_conda(root, files):
-        found, report = survey_conda(root, site_packages, known, files)
+        installed, report = survey_conda(root, site_packages, known, files)
     else:
-        found = distributions(site_packages, files=files)
+        installed = distributions(site_packages, files=files)
         report = known or check_files(site_packages, files=files)
     layers = check_layers(root, None if known else report, files)
-    return Survey(found, report, elf, layers, linkage, _requires(site_packages, found.get("torch"), files))
+    return Survey(installed, report, elf, layers, linkage, _requires(site_packages, installed.get("torch"), files))
 
 
 def _requires(site_packages: Path, torch: Distribution | None, files: Files) -> tuple[str, ...]:

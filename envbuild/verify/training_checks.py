@@ -156,15 +156,15 @@ def _differences(losses: Sequence[float], reference: Sequence[float]) -> list[fl
 
 def check_snapshot(report: Report, path: Path, epochs: int) -> Check:
     """Check that rank 0 wrote one complete snapshot (a zip archive: torch.save's format) after the last epoch."""
-    said = [entry["epoch"] for entry in report["snapshots"]]
+    epochs_saved = [entry["epoch"] for entry in report["snapshots"]]
     fault = _snapshot_fault(path)
     litter = [p.name for p in path.parent.glob(f"*{path.name}*") if p.name not in (path.name, f"{path.name}.prev")]
     return judge(
         "snapshot",
-        fault is None and not litter and bool(said) and said[-1] == epochs - 1,
-        seen=fault or (f"left behind: {litter}" if litter else f"saved after epochs {said}"),
+        fault is None and not litter and bool(epochs_saved) and epochs_saved[-1] == epochs - 1,
+        seen=fault or (f"left behind: {litter}" if litter else f"saved after epochs {epochs_saved}"),
         expected=f"a whole snapshot after epoch {epochs - 1}, nothing else left beside it",
-        evidence={"epochs": said, "bytes": path.stat().st_size if path.exists() else 0},
+        evidence={"epochs": epochs_saved, "bytes": path.stat().st_size if path.exists() else 0},
     )
 
 
@@ -183,14 +183,14 @@ def check_resume(job: TrainingJob, reports: Sequence[Report], epoch: int, total:
     """Check that `job`, with another number of ranks, resumed from the snapshot at `epoch` and ran to `total`."""
     report = reports[0]
     start, world_size, rejected = report["start_epoch"], report["world_size"], report["rejected_snapshots"]
-    epochs, wanted = [entry["epoch"] for entry in report["losses"]], list(range(epoch, total))
-    same = len(reports) == 1 and world_size == job.world_size and start == epoch and epochs == wanted
+    epochs, expected = [entry["epoch"] for entry in report["losses"]], list(range(epoch, total))
+    same = len(reports) == 1 and world_size == job.world_size and start == epoch and epochs == expected
     return judge(
         "resume",
         same and bool(report["resumed_from"]) and not rejected,
         seen=f"resumed at epoch {start}, ran epochs {epochs}; {len(reports)} world(s) of size {world_size}"
         + "".join(f"; rejected: {entry['reason']}" for entry in rejected),
-        expected=f"resumed at epoch {epoch}, ran epochs {wanted} as one world of {job.world_size}",
+        expected=f"resumed at epoch {epoch}, ran epochs {expected} as one world of {job.world_size}",
         evidence={"start_epoch": start, "epochs": epochs, "world_size": world_size, "rejected": rejected},
     )
 
@@ -242,9 +242,9 @@ def check_versions(subject: Subject, reports: Sequence[Report], trainer: str) ->
         if locked is not None and locked not in (loaded, loaded.partition("+")[0]):
             wrong.append(f"{where}: torch {loaded}, locked {locked}")
         wrong += _wrong_build(where, rank, subject.target, locked is not None)
-        for what in ("torch_file", "sys_executable"):
-            if not subject.holds(rank[what]):
-                wrong.append(f"{where}: {what} is {rank[what]}, outside of the artifact")
+        for field in ("torch_file", "sys_executable"):
+            if not subject.holds(rank[field]):
+                wrong.append(f"{where}: {field} is {rank[field]}, outside of the artifact")
         if rank["ddp_train_file"] != trainer:
             wrong.append(f"{where}: the trainer is {rank['ddp_train_file']}, not envbuild's")
     first = reports[0]["ranks"][0]
@@ -267,8 +267,8 @@ def check_versions(subject: Subject, reports: Sequence[Report], trainer: str) ->
 def _wrong_build(where: str, rank: Mapping[str, Any], target: Target, locked: bool) -> list[str]:
     """Return the fault if the loaded torch is built for another accelerator than the target's."""
     # A base image's GPU build may serve a CPU target, but a CPU build never serves a GPU target.
-    builds = {one: rank.get(f"torch_{one.torch_field}") for one in gpu_families()}
-    accelerator = next((one for one, version in builds.items() if version is not None), CPU)
+    builds = {family: rank.get(f"torch_{family.torch_field}") for family in gpu_families()}
+    accelerator = next((family for family, version in builds.items() if version is not None), CPU)
     if accelerator is target.family or (accelerator.gpu and not target.family.gpu and not locked):
         return []
     shown = accelerator if accelerator.gpu else target.family
@@ -293,7 +293,7 @@ def log_tail(log: str) -> str:
     tail = lines[-process.TAIL_LINES :]
     raised = {evidence.line for evidence in diagnose([("log", lines)], ()).exception}
     first = [line for number, line in enumerate(lines, 1) if "ddp_train: error" in line or number in raised]
-    return "\n".join("    " + line for line in [*(one for one in dict.fromkeys(first) if one not in tail), *tail])
+    return "\n".join("    " + line for line in [*(line for line in dict.fromkeys(first) if line not in tail), *tail])
 
 
 def check_allreduce(request: Request, report: Report) -> Check:
@@ -305,7 +305,7 @@ def check_collectives(request: Request, report: Report) -> Check:
     """Check the bytes of broadcast, all-gather and reduce-scatter, and that no rank left the barrier early."""
     times = [rank["probes"]["barrier"] for rank in report["ranks"]]
     last = max(time["entered"] for time in times)
-    early = [rank for rank, one in enumerate(times) if one["left"] < last]
+    early = [rank for rank, row in enumerate(times) if row["left"] < last]
     wrong = [f"ranks {early} left the barrier before another rank entered"] if early else []
     return _check_cases("collectives", request, report, wrong)
 
@@ -383,9 +383,9 @@ def check_optimizer(request: Request, report: Report) -> Check:
     worst = {name: max(_difference(rank[name], expected[name]) for rank in ranks) for name in OPTIMIZERS}
     return judge(
         "optimizer",
-        all(one <= _TOLERANCE for one in worst.values()),
+        all(difference <= _TOLERANCE for difference in worst.values()),
         seen=f"{len(request['optimizer']['data'])} steps, largest difference "
-        + ", ".join(f"of {name} {one:.3g}" for name, one in worst.items()),
+        + ", ".join(f"of {name} {difference:.3g}" for name, difference in worst.items()),
         expected=f"the parameters that envbuild computes, within {_TOLERANCE:g}",
         evidence={
             "settings": {name: request["optimizer"][name] for name in OPTIMIZERS},
@@ -397,13 +397,16 @@ def check_optimizer(request: Request, report: Report) -> Check:
 
 def _difference(values: Sequence[float], expected: Sequence[float]) -> float:
     """Return the largest difference, relative to the expected value, or to 1 if that is smaller."""
-    found = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(values, expected, strict=True)]
-    return math.inf if any(map(math.isnan, found)) else max(found)
+    differences = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(values, expected, strict=True)]
+    return math.inf if any(map(math.isnan, differences)) else max(differences)
 
 
 def check_operations(request: Request, report: Report) -> Check:
     """Check the results of the operations that one process probed."""
-    rank, tolerances = report["ranks"][0], {(op, dtype): one for op, dtype, one in operation_cases(gpu=True)}
+    rank, tolerances = (
+        report["ranks"][0],
+        {(op, dtype): tolerance for op, dtype, tolerance in operation_cases(gpu=True)},
+    )
     results: Mapping[str, Mapping[str, list[float]] | str] = rank["probes"]["operations"]
     expected = functools.cache(functools.partial(expected_parts, request["operations"]))
     wrong: list[str] = []
@@ -419,9 +422,9 @@ def check_operations(request: Request, report: Report) -> Check:
             else:
                 wrong.append(f"{name}: {result}")
             continue
-        found = [_part(part, result.get(part), values, tolerances[op, dtype]) for part, values in expected(op).items()]
-        worst[name] = min(_LARGEST, max(one for one, _ in found))
-        if faults := [fault for _, fault in found if fault]:
+        parts = [_part(part, result.get(part), values, tolerances[op, dtype]) for part, values in expected(op).items()]
+        worst[name] = min(_LARGEST, max(difference for difference, _ in parts))
+        if faults := [fault for _, fault in parts if fault]:
             more = f"; {len(faults) - 1} other parts are wrong, too" if len(faults) > 1 else ""
             wrong.append(f"{name}: {faults[0]}{more}")
     number = len(worst)

@@ -57,17 +57,17 @@ _ENDLESS_S = 10.0 * 365 * 86400
 
 def modules_to_import(settings: VerifySettings, survey: Survey) -> list[str]:
     """Return the modules that every rank imports: the recipe's list, and top-level modules of direct requirements."""
-    found = dict.fromkeys(settings.imports)
+    modules = dict.fromkeys(settings.imports)
     for name in settings.direct:
         distribution = survey.distributions.get(name) or survey.distributions.get(f"{name} (pip)")
-        found |= dict.fromkeys(distribution.modules if distribution and "*" not in settings.imports_except else ())
-    return sorted(name for name in found if name not in settings.imports_except or name in settings.imports)
+        modules |= dict.fromkeys(distribution.modules if distribution and "*" not in settings.imports_except else ())
+    return sorted(name for name in modules if name not in settings.imports_except or name in settings.imports)
 
 
 def check_without_training(bench: Bench, survey: Survey) -> list[Check]:
     """Return the checks `imports` and `command` of an artifact that is verified without training."""
-    wanted = modules_to_import(bench.settings, survey)
-    checks = [check_imports(wanted, _import_alone(bench, wanted).reports if wanted else [])]
+    modules = modules_to_import(bench.settings, survey)
+    checks = [check_imports(modules, _import_alone(bench, modules).reports if modules else [])]
     return [*checks, check_command(bench, survey, checks)]
 
 
@@ -94,15 +94,15 @@ def _import_alone(bench: Bench, modules: Sequence[str]) -> Outcome:
         return running.wait()
 
 
-def check_imports(wanted: Sequence[str], reports: Sequence[Report]) -> Check:
-    """Check that every rank imported every module of `wanted`; "not tried" without modules."""
-    if not wanted:
+def check_imports(modules: Sequence[str], reports: Sequence[Report]) -> Check:
+    """Check that every rank imported every module of `modules`; "not tried" without modules."""
+    if not modules:
         return not_tried("imports", "no module is named, and no direct requirement has one")
     failed: dict[str, dict[str, list[object]]] = {}
     for rank in (rank for report in reports for rank in report.get("ranks", ())):
-        told = rank.get("imports") or {}
-        for name in wanted:
-            if problem := masked_forms(str(told.get(name, "not tried: the process ended before it"))):
+        results = rank.get("imports") or {}
+        for name in modules:
+            if problem := masked_forms(str(results.get(name, "not tried: the process ended before it"))):
                 failed.setdefault(name, {}).setdefault(problem, []).append(rank.get("rank"))
     lines = [
         f"{name} on rank {', '.join(map(str, ranks))}: {problem}"
@@ -116,9 +116,9 @@ def check_imports(wanted: Sequence[str], reports: Sequence[Report]) -> Check:
     return judge(
         "imports",
         not lines,
-        seen="; ".join([*lines[:_SHOWN], *more]) or f"{', '.join(wanted)} on {ranks} ranks",
-        expected=f"{len(wanted)} modules imported by every rank",
-        evidence={"modules": list(wanted), "failed": failed},
+        seen="; ".join([*lines[:_SHOWN], *more]) or f"{', '.join(modules)} on {ranks} ranks",
+        expected=f"{len(modules)} modules imported by every rank",
+        evidence={"modules": list(modules), "failed": failed},
     )
 
 
@@ -200,14 +200,14 @@ def metric_values(pattern: str, log: str) -> list[float]:
     """Return the numbers that `pattern` finds in rank 0's lines of `log`, in order; NaN for text that is no number."""
     if not pattern:
         return []
-    found = []
+    values = []
     own = [_RANK0.sub("", line) for line in log.splitlines() if _RANK0.match(line)]
     for match in (match for line in own or log.splitlines() for match in re.finditer(pattern, line)):
         try:
-            found.append(float(match[1]))
+            values.append(float(match[1]))
         except (TypeError, ValueError):
-            found.append(math.nan)
-    return found
+            values.append(math.nan)
+    return values
 
 
 def _metric_faults(expect: ExpectTable, values: Sequence[float]) -> list[str]:

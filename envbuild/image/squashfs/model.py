@@ -160,12 +160,12 @@ def _unxz(data: bytes, most: int) -> bytes:
 
 def _whole(decoder: Any, data: bytes, most: int, failure: type[Exception]) -> bytes:
     try:
-        found: bytes = decoder.decompress(data, most)
+        content: bytes = decoder.decompress(data, most)
     except failure as error:
         raise ValueError(str(error)) from None
     if not decoder.eof:
         raise ValueError("longer than it may be, or cut short")
-    return found
+    return content
 
 
 def _lz4(level: int) -> tuple[str, bytes, Compress]:

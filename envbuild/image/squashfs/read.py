@@ -69,9 +69,9 @@ class ImageBytes:
         if base + self.size > end:
             raise BuildError(f"{where}: cut short: {end - base} bytes of a squashfs of {self.size}")
 
-    def damaged(self, what: str) -> BuildError:
+    def damaged(self, problem: str) -> BuildError:
         """Return an error about damage in the image."""
-        return BuildError(f"{self.where}: damaged squashfs: {what}")
+        return BuildError(f"{self.where}: damaged squashfs: {problem}")
 
     def at(self, offset: int, size: int) -> bytes:
         """Return `size` bytes at `offset` of the image. Raises BuildError when the image or the file ends earlier."""
@@ -103,17 +103,17 @@ class ImageBytes:
         except ValueError as error:
             raise self.damaged(f"the block at {offset}: {error}") from None
 
-    def _check(self, found: Superblock) -> None:
-        if found.magic != MAGIC:
+    def _check(self, superblock: Superblock) -> None:
+        if superblock.magic != MAGIC:
             raise BuildError(f"{self.where}: not a squashfs image")
-        if (found.major, found.minor) != (4, 0):
-            raise BuildError(f"{self.where}: squashfs {found.major}.{found.minor}; only 4.0 can be read")
-        if not 12 <= found.block_log <= 20 or found.block_size != 1 << found.block_log:
-            raise self.damaged(f"blocks of {found.block_size} bytes")
-        for table in (found.id_table, found.inode_table, found.directory_table):
-            if not SUPERBLOCK.size <= table < found.bytes_used:
-                raise self.damaged(f"a table at {table} of {found.bytes_used} bytes")
-        if not found.ids:
+        if (superblock.major, superblock.minor) != (4, 0):
+            raise BuildError(f"{self.where}: squashfs {superblock.major}.{superblock.minor}; only 4.0 can be read")
+        if not 12 <= superblock.block_log <= 20 or superblock.block_size != 1 << superblock.block_log:
+            raise self.damaged(f"blocks of {superblock.block_size} bytes")
+        for table in (superblock.id_table, superblock.inode_table, superblock.directory_table):
+            if not SUPERBLOCK.size <= table < superblock.bytes_used:
+                raise self.damaged(f"a table at {table} of {superblock.bytes_used} bytes")
+        if not superblock.ids:
             raise self.damaged("no owners are listed")
 
 
@@ -143,12 +143,12 @@ class MetadataReader:
         data = self.source.block(begin, stored, compressed, METADATA_SIZE)
         if not data:
             raise self.source.damaged(f"the metadata block at {position} is empty")
-        found = data, begin + stored
+        kept = data, begin + stored
         with self._lock:
             if len(self._kept) >= _KEPT_BLOCKS:
                 del self._kept[next(iter(self._kept))]
-            self._kept[position] = found
-        return found
+            self._kept[position] = kept
+        return kept
 
     def capacity(self) -> int:
         """Return the maximum number of bytes that all blocks together can hold."""
@@ -351,7 +351,7 @@ class Attributes:
     def _read(self, row: bytes) -> Xattrs:
         place, count, _ = model.XATTR_SET.unpack(row)
         cursor = self._pairs.cursor(place)
-        found: dict[str, bytes] = {}
+        attributes: dict[str, bytes] = {}
         names = values = 0
         for _ in range(count):
             kind, length = struct.unpack("<HH", cursor.take(4))
@@ -362,10 +362,10 @@ class Attributes:
             if kind & _OUT_OF_LINE:
                 value = self._value(self._pairs.cursor(int.from_bytes(value, "little")))
             names, values = names + len(name) + 1, values + len(value)
-            if name in found or "\0" in name or names > _MAX_NAMES or values > _MAX_VALUES:
+            if name in attributes or "\0" in name or names > _MAX_NAMES or values > _MAX_VALUES:
                 raise self._source.damaged("extended attributes named twice, or too many")
-            found[name] = value
-        return tuple(sorted(found.items()))
+            attributes[name] = value
+        return tuple(sorted(attributes.items()))
 
     def _value(self, cursor: Cursor) -> bytes:
         length = cursor.number()
@@ -423,7 +423,7 @@ class SquashfsImage:
             raise self._source.damaged("its root is not a directory")
         yield self._entry("", root, ""), self.superblock.root
         quota, where = Quota(self._limits), self._source.where
-        found = 1
+        count = 1
         names: dict[int, str] = {}
         seen = {self.superblock.root}
         room = self._lists.capacity() - root.size
@@ -444,9 +444,9 @@ class SquashfsImage:
             quota.text(where, path, inode.target)
             if first is None:
                 quota.content(where, inode.size if inode.kind == FILE else 0)
-                found += 1
-                if found > self.superblock.inodes:
-                    raise self._source.damaged(f"it has more than {found - 1} files, which it announces")
+                count += 1
+                if count > self.superblock.inodes:
+                    raise self._source.damaged(f"it has more than {count - 1} files, which it announces")
             if inode.kind == DIR:
                 room -= inode.size
                 if place in seen or room < 0:
@@ -459,12 +459,12 @@ class SquashfsImage:
 
     def content(self, handle: int, most: int) -> bytes:
         """Return the first `most` bytes of a regular file by its handle, also for a hard link."""
-        found = bytearray()
+        data_read = bytearray()
         for data, length in self.blocks(handle):
-            found += bytes(length) if data is None else data
-            if len(found) >= most:
+            data_read += bytes(length) if data is None else data
+            if len(data_read) >= most:
                 break
-        return bytes(found[:most])
+        return bytes(data_read[:most])
 
     def blocks(self, handle: int) -> Iterator[tuple[bytes | None, int]]:
         """Yield the content of a regular file in pieces of at most one block, with the length of each.

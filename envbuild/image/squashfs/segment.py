@@ -57,7 +57,7 @@ class Packer:
         0 and is not stored.
         """
         self._task.append((chunk, holes, done))
-        if sum(len(one) for one, *_ in self._task) >= CHUNK:
+        if sum(len(data) for data, *_ in self._task) >= CHUNK:
             self._hand_over()
 
     def finish(self) -> str:
@@ -259,8 +259,8 @@ class _Files:
         self._tails.flush()
         sha256 = self._packer.finish()
         self._hashing.finish()
-        found = self._small | {ordinal: _large(*large) for ordinal, large in self._large.items()}
-        return dict(sorted(found.items())), tuple(self._tails.fragments), sha256
+        members = self._small | {ordinal: _large(*large) for ordinal, large in self._large.items()}
+        return dict(sorted(members.items())), tuple(self._tails.fragments), sha256
 
     def _tail(self, data: bytes, digest: str) -> Data:
         if digest not in self._known:

@@ -526,12 +526,12 @@ def _check(entry: Entry, entries: dict[str, Placed]) -> None:
 
 
 def _name(name: str, path: str) -> bytes:
-    found = encoded(name, path)
-    if not 0 < len(found) <= _NAME_MOST:
-        raise BuildError(f"{path}: its last part has {len(found)} bytes", f"1 to {_NAME_MOST}")
+    name_bytes = encoded(name, path)
+    if not 0 < len(name_bytes) <= _NAME_MOST:
+        raise BuildError(f"{path}: its last part has {len(name_bytes)} bytes", f"1 to {_NAME_MOST}")
     if name in (".", "..") or "\0" in name:
         raise BuildError(f"{path!r}: {name!r} is not a valid file name")
-    return found
+    return name_bytes
 
 
 def _ids(entries: dict[str, Placed]) -> list[int]:

@@ -100,14 +100,14 @@ def choose(entries: Iterable[MergedEntry], segments: Sequence[Segment]) -> Choic
         for number in _fragments(choice, layer, segment, small[layer]):
             fragment = segment.fragments[number]
             parts.append((fragment.start, fragment.word & SIZE_MASK, number))
-        for start, size, what in sorted(parts, key=itemgetter(0)):
+        for start, size, key in sorted(parts, key=itemgetter(0)):
             position = choice.add(layer, start, size)
-            if isinstance(what, Data):
-                choice.homes[what.digest] = Data(position, what.words, digest=what.digest)
+            if isinstance(key, Data):
+                choice.homes[key.digest] = Data(position, key.words, digest=key.digest)
                 continue
-            for offset, (digest, _) in small[layer][what].items():
+            for offset, (digest, _) in small[layer][key].items():
                 choice.homes.setdefault(digest, Data(fragment=len(choice.fragments), offset=offset, digest=digest))
-            choice.fragments.append(Fragment(position, segment.fragments[what].word))
+            choice.fragments.append(Fragment(position, segment.fragments[key].word))
     return choice
 
 
@@ -122,10 +122,10 @@ def data_of(merged: MergedEntry, segments: Sequence[Segment]) -> Data:
     return data
 
 
-def damaged(segment: Segment, what: str) -> BuildError:
+def damaged(segment: Segment, problem: str) -> BuildError:
     """Return the error for a segment that does not match its index."""
     return BuildError(
-        f"{segment.path}: damaged: {what}",
+        f"{segment.path}: damaged: {problem}",
         "remove this file: it is a cache of compressed blocks, and envbuild writes it again",
     )
 
