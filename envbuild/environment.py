@@ -89,11 +89,11 @@ class Environment:
             )
         return uv_environment(self.pip, self.variables, cache)
 
-    def write_uv_settings(self, path: Path, indexes: Sequence[str]) -> None:
-        """Write uv's configuration to `path`, readable only by its owner: index URLs may hold passwords."""
+    def write_uv_settings(self, path: Path, indexes: Sequence[str], newest: Mapping[str, str | bool] = {}) -> None:
+        """Write `uv_settings` to `path`, readable only by its owner: index URLs may hold passwords."""
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(uv_settings(self.pip, indexes))
+            stream.write(uv_settings(self.pip, indexes, newest))
 
     def default_index(self) -> str:
         """Return uv's default index, which is used when pip's configuration names none.

@@ -35,6 +35,7 @@ from envbuild.lock.conda_kind import check_has_conda, conda_lock, resolve_pip
 from envbuild.lock.conda_solve import solve_by_conda_lock
 from envbuild.lock.format import Lock, without_credentials
 from envbuild.lock.lifecycle import L, LockKind, Resolved, update
+from envbuild.lock.offers import release_ages
 from envbuild.locks import PARTS, check_locks, needed_locks, wheel_locks
 from envbuild.recipe.find import recipe_files, search_folders
 from envbuild.recipe.load import LoadedRecipe
@@ -315,7 +316,10 @@ class LockRun:
         pip = ""
         if lock.pip.packages and "conda-lock" in exports:
             # The lock contains no URLs, so uv resolves the locked packages again.
-            again = resolve_pip(loaded, target, self.environment, lock.packages, keep=lock.pip, offline=self.offline)
+            ages, keep = release_ages(loaded, target, lock.as_of), lock.pip
+            again = resolve_pip(
+                loaded, target, self.environment, lock.packages, ages=ages, keep=keep, offline=self.offline
+            )
             pip = pip_entries(lock, again.pylock)
         for export in exports:
             path = self.folder / export_name(export, lock.recipe, target)
@@ -337,7 +341,8 @@ class LockRun:
     def _update(self, kind: LockKind[L], upgrade: Collection[str] | None) -> Resolved[L]:
         made = update(kind, self.environment, upgrade=upgrade, offline=self.offline, log=log, write=self.write)
         recipe, target = kind.recipe.recipe.name, kind.target.name
-        self.report.changes.append(LockChange(recipe, target, kind.name, made.changes, made.before, made.lock))
+        change = LockChange(recipe, target, kind.name, made.changes, made.before, made.lock, made.limits)
+        self.report.changes.append(change)
         return made
 
     def _write_export(self, path: Path, text: str) -> None:

@@ -69,6 +69,7 @@ _CHECKS: Mapping[str, Callable[[str], str | None]] = {
     "requirement": _requirement_problem,
     "constraint": checks.constraint_problem,
     "override": checks.override_problem,
+    "age": checks.age_problem,
     "pin": _requirement_problem,
     "conda": checks.spec_problem,
     "conda-pin": checks.spec_problem,
@@ -128,6 +129,8 @@ def compose(
     chosen_tags = signed if is_conda else [published(tag, torch, arches[0]) for tag in signed]
     targets = [Target.parse(target)] if target else _targets(kept, arches, chosen_tags)
     tags = {one.accelerator for one in targets}
+    for statement in [one for one in kept if one.kind == "age"][1:]:
+        lose(statement, "a recipe has one `exclude_newer`")
     for statement in list(kept):
         if _PLATFORMS.get(statement.platform or statement.text, targets[0].arch) not in arches:
             lose(statement, f"no target is for {statement.platform or statement.text}: choose with --target")
@@ -182,6 +185,7 @@ def compose(
     data |= {"requirements": [] if is_conda else common} | _filled(
         constraints=list(dict.fromkeys(constraints)),
         overrides=[text for found in _merged(kept, "override").values() for text in found],
+        exclude_newer=next(iter(of("age")), ""),
     )
     if is_conda:
         channels = [url for text in of("channel") for url in (_DEFAULTS if text == "defaults" else (text,))]

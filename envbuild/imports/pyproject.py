@@ -241,6 +241,11 @@ def _uv_settings(document: Document) -> Iterator[Statement]:
         for key in _UV_OTHER:
             if key in table:
                 yield lost(f"{key} = {table[key]}", document.where(*root, key), TOOL)
+        if "exclude-newer" in table:
+            yield Statement("age", _age(table["exclude-newer"]), document.where(*root, "exclude-newer"))
+        for name, age in table_at(table, "exclude-newer-package").items():
+            text, at = f"exclude-newer of {name} = {age}", document.where(*root, "exclude-newer-package", name)
+            yield lost(text, at, "a recipe limits the age of all packages, or of those of an index")
     required = _required(document)
     for name, given in table_at(data, "tool", "uv", "sources").items():
         at = document.where("tool", "uv", "sources", name)
@@ -259,6 +264,14 @@ def _uv_settings(document: Document) -> Iterator[Statement]:
                 yield lost(f"{name} = {about}", at, BOUND, "" if "" in users else " ".join(users) or group)
             elif not {"workspace", "path", "url"} & about.keys():  # those are named at the requirement
                 yield lost(f"{name} = {about}", at, SOURCE, group)
+
+
+def _age(value: object) -> str:
+    """Return uv's `exclude-newer` as a recipe writes it, where uv's form differs: P7D and "1w" are spans."""
+    text = str(value)
+    span = re.fullmatch(r"P(\d+)([DW])|PT(\d+)(H)|(\d+) ?([hdw]|hours?|days?|weeks?)(?: ago)?", text, re.I)
+    number, unit = [part for part in span.groups() if part] if span else ("", "")
+    return f"{int(number)} {({'h': 'hours', 'd': 'days', 'w': 'weeks'})[unit[0].lower()]}" if span else text
 
 
 def _indexes(document: Document, keys: tuple[str, ...]) -> Iterator[Statement]:
@@ -280,6 +293,8 @@ def _indexes(document: Document, keys: tuple[str, ...]) -> Iterator[Statement]:
     for number, row in enumerate(map(table_at, list_at(document.data, *keys))):
         place, url = document.where(*keys, number), str(row.get("url"))
         used = uses.get(str(row.get("name")), [])
+        if "exclude-newer" in row:
+            yield lost(f"exclude-newer = {row['exclude-newer']}", place, "say it of its URL in [exclude_newer_index]")
         here = [group for group, marker in used if for_linux(marker)]
         arches = [
             arch for arch in ARCHES if not used or any(for_linux(marker, linux_places([arch])) for _, marker in used)

@@ -56,7 +56,7 @@ _EXTRAS = re.compile(r"""extra (?:==|!=) ['"][^'"]*['"]|['"][^'"]*['"] (?:not )?
 class Statement:
     """One statement of a source, at `place` (FILE:LINE).
 
-    `kind` is the kind of its content: requirement, constraint, override, pin (of a lock), conda,
+    `kind` is the kind of its content: requirement, constraint, override, age (`exclude_newer`), pin (of a lock), conda,
     conda-pin, channel, index, platform (conda's), python (a specifier), base, env, workdir, package (Debian's), fabric,
     project (the folder of own code, relative to the recipe's) or name.
     `group` lists its extras, dependency groups, features or categories, separated by blanks, "" for none;

@@ -280,7 +280,10 @@ def judge_locks(locks: Iterable[object], database: AdvisoryDatabase, table: Audi
 
 @dataclass(frozen=True, slots=True)
 class LockChange:
-    """Upgraded lock: its recipe, target and kind, its changes as lines, and the lock before and after."""
+    """Upgraded lock: its recipe, target and kind, its changes as lines, and the lock before and after.
+
+    `limits` say which files were left out as too new.
+    """
 
     recipe: str
     target: str
@@ -288,6 +291,7 @@ class LockChange:
     lines: Sequence[str]
     before: object
     after: object
+    limits: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +334,8 @@ class UpgradeReport:
             text.append("")
             if overrides := _overrides(change.after):
                 text += [f"Overridden, whatever packages ask for: {', '.join(f'`{one}`' for one in overrides)}.", ""]
+            if change.limits:
+                text += [f"By their age, {'; '.join(change.limits)}.", ""]
         for verified in self.verified:
             text += _verified(verified)
         if table.database:

@@ -53,7 +53,10 @@ _BUILD = re.compile(r"Failed to (?:download and )?build `([A-Za-z0-9._-]+)")
 # uv names the page of one package, and the chain of causes; the last one is the system's.
 _UNREACHED = re.compile(r"Failed to fetch: [`']?(\w+://\S+/)[^/\s`']+/?[`']?$")
 _CAUSE = re.compile(r"\s*(?:cause|Caused by): (\S.*)")
-_OWN_ADVICE = re.compile(r"\nhint: This error likely indicates .*", re.DOTALL)
+_OWN_ADVICE = re.compile(
+    r"\nhint: (?:This error likely indicates|`[^`]*` was filtered by `exclude-newer`) .*", re.DOTALL
+)
+_FILTERED = re.compile(r"hint: `([A-Za-z0-9._-]+)` was filtered by `exclude-newer`")
 _SHOWN = 5
 
 
@@ -83,7 +86,7 @@ class UvCompile:
     ) -> subprocess.CompletedProcess[str]:
         """Resolve `requirements` with `pins` as additional constraints; `preferred` versions win if they fit."""
         work, environment = self.work, self.offers.environment
-        environment.write_uv_settings(work / "uv.toml", self.offers.indexes)
+        self.offers.write_settings(work / "uv.toml")
         with (work / "uv.toml").open("a", encoding="utf-8") as stream:
             stream.write(_build_settings(self.builds))
         lines, bound = list(requirements), self.offers.bound
@@ -147,6 +150,8 @@ class UvCompile:
         """
         if self.offers.offline:
             return "resolving needs an index: run it once without --offline, or give pip a find-links folder"
+        if "`preview-features`" in stderr:
+            return "[exclude_newer_index] of the recipe needs uv 0.12 or later: pip install --upgrade uv"
         if failed := _BUILD.search(stderr):
             return (
                 f"name missing build requirements in `requires` of [build.{failed[1]}] of the recipe; if its build "
@@ -232,6 +237,11 @@ def explanation(done: subprocess.CompletedProcess[str]) -> str:
     if index and any("error sending request" in line for line in lines):
         return f"  {index} cannot be reached: {causes[-1]}"
     return process.tail(done)
+
+
+def filtered_names(stderr: str) -> list[str]:
+    """Return the normalised names of the packages of which uv left out files as too new."""
+    return [normalise(name) for name in _FILTERED.findall(stderr)]
 
 
 def without_wheel(stderr: str) -> str | None:
@@ -433,10 +443,7 @@ def declared_requirements(
     table: BuildTable,
     variables: Mapping[str, str],
     folder: Path,
-    indexes: Sequence[str],
-    environment: Environment,
-    *,
-    offline: bool,
+    offers: Offers,
 ) -> list[str]:
     """Return the build requirements of the project in `archive`; `folder` is an empty folder for its files.
 
@@ -445,7 +452,7 @@ def declared_requirements(
     """
     from build import BuildException, ProjectBuilder
 
-    source, said = folder / "source", list[subprocess.CompletedProcess[str]]()
+    source, said, environment = folder / "source", list[subprocess.CompletedProcess[str]](), offers.environment
     python = folder / "venv" / "bin" / "python"
 
     def run(cmd: Sequence[str], cwd: str | None = None, extra_environ: Mapping[str, str] | None = None) -> None:
@@ -459,10 +466,10 @@ def declared_requirements(
         static = sorted({*builder.build_system_requires, *table.requires})
         if not table.isolation:  # the back end needs the environment's packages
             return static
-        environment.write_uv_settings(folder / "uv.toml", indexes)
+        offers.write_settings(folder / "uv.toml")
         uv = [environment.uv, "--quiet", "--config-file", os.fspath(folder / "uv.toml"), "--no-progress"]
         run([*uv, "venv", "--python", sys.executable, os.fspath(folder / "venv")])
-        more = ["--offline"] if offline else []
+        more = ["--offline"] if offers.offline else []
         if static:
             run([*uv, "pip", "install", "--python", os.fspath(python), "--only-binary", ":all:", *more, *static])
         return sorted({*static, *builder.get_requires_for_build("wheel")})
@@ -505,9 +512,7 @@ def lock_built(
             table,
             build_variables(table, package.version, git=bool(package.commit)),
             folder,
-            uv.offers.indexes,
-            sources.environment,
-            offline=sources.offline,
+            uv.offers,
         )
         known = {wheel.name: wheel for wheel in (*packages, *before.get(package.name, ()))}
         wheels = _resolved(lines, tuple(known.values()), uv, title, str(sources.recipe.path))

@@ -72,6 +72,7 @@ class CondaLock:
     """Contents of a target's conda environment.
 
     `recipe_digest` covers what affects the lock in the recipe, `packages` are sorted by name, `pip` is what uv adds.
+    Spans in `exclude_newer` of the recipe counted back from `as_of`, "" without such a span.
     """
 
     recipe: str
@@ -79,6 +80,7 @@ class CondaLock:
     recipe_digest: str
     packages: tuple[CondaPackage, ...]
     pip: Lock
+    as_of: str = ""
 
     @property
     def digest(self) -> str:

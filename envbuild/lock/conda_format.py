@@ -23,6 +23,7 @@ FORMAT = "1"
 _MARK = "envbuild_"  # envbuild's keys in custom_metadata
 _HINT = "restore the file from version control, or remove it and run `envbuild lock RECIPE --conda`"
 _HEX = {"md5": re.compile(r"[0-9a-f]{32}"), "sha256": re.compile(r"[0-9a-f]{64}")}
+_AS_OF = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ)?")
 _NAME = re.compile(r"[a-z0-9_][a-z0-9_.-]*")
 _URL = re.compile(r"(?:https?|file)://[!-~]+")
 _text = json.dumps
@@ -38,7 +39,8 @@ _FIRST = re.compile(r"^\s*- (?:name|version|manager|platform|url|category)\b", r
 class CondaPart:
     """Conda packages of one target in the lock file: a CondaLock without the packages that pip adds.
 
-    `channels` are as in the recipe; `pip_digest` is that of the pip lock resolved against these packages, or "".
+    `channels` are as in the recipe; `pip_digest` is that of the pip lock resolved against these packages, or "";
+    `as_of` as in CondaLock.
     """
 
     recipe: str
@@ -47,6 +49,7 @@ class CondaPart:
     channels: tuple[str, ...]
     packages: tuple[CondaPackage, ...]
     pip_digest: str = ""
+    as_of: str = ""
 
     @property
     def platform(self) -> str:
@@ -56,7 +59,9 @@ class CondaPart:
 
 def part_of(lock: CondaLock, channels: Sequence[str], pip_digest: str = "") -> CondaPart:
     """Return the part of `lock` that conda-lock.yml holds."""
-    return CondaPart(lock.recipe, lock.target, lock.recipe_digest, tuple(channels), lock.packages, pip_digest)
+    return CondaPart(
+        lock.recipe, lock.target, lock.recipe_digest, tuple(channels), lock.packages, pip_digest, lock.as_of
+    )
 
 
 def render(parts: Iterable[CondaPart]) -> str:
@@ -68,6 +73,8 @@ def render(parts: Iterable[CondaPart]) -> str:
         custom[f"channels_{part.platform}"] = " ".join(part.channels)
         if part.pip_digest:
             custom[f"pip_{part.platform}"] = part.pip_digest.removeprefix("sha256:")
+        if part.as_of:
+            custom[f"exclude_newer_as_of_{part.platform}"] = part.as_of
     lines = [f"# conda-lock.yml, version 1; made by: envbuild lock {recipe} --conda", "version: 1", "metadata:"]
     lines.append("  content_hash:")
     lines += [f"    {part.platform}: {_text(part.recipe_digest.removeprefix('sha256:'))}" for part in parts]
@@ -116,8 +123,10 @@ def parse(text: str, source: str) -> dict[str, CondaPart]:
         arch = next((a for a in ARCHES if conda_platform(Target("cpu", a)) == platform), None)
         target = f"{accelerator}-{arch}"
         channels, pip = own.get(f"{_MARK}channels_{platform}"), own.get(f"{_MARK}pip_{platform}")
+        as_of = own.get(f"{_MARK}exclude_newer_as_of_{platform}", "")
         digests = [digest] if pip is None else [digest, pip]
         good = all(isinstance(value, str) and _HEX["sha256"].fullmatch(value) for value in digests)
+        good = good and isinstance(as_of, str) and _AS_OF.fullmatch(as_of) is not None
         if target_problem(target) or not good or not isinstance(channels, str):
             raise LockError(f"{source}: the metadata of {platform} is damaged", _HINT)
         parts[target] = CondaPart(
@@ -127,6 +136,7 @@ def parse(text: str, source: str) -> dict[str, CondaPart]:
             tuple(channels.split()),
             packages.pop(platform, ()),
             f"sha256:{pip}" if pip else "",
+            as_of,
         )
     if packages:
         raise LockError(f"{source}: {next(iter(packages))} has packages but no content_hash", _HINT)

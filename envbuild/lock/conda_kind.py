@@ -24,7 +24,16 @@ from envbuild.lock import format as pip_format
 from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.format import Lock
 from envbuild.lock.judge import check_conda_accelerator, check_stack
-from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, package_changes, read_lock_file, write_lock_file
+from envbuild.lock.lifecycle import (
+    LockKind,
+    Resolved,
+    Upgrade,
+    kept_time,
+    package_changes,
+    read_lock_file,
+    write_lock_file,
+)
+from envbuild.lock.offers import ReleaseAges, release_ages
 from envbuild.lock.resolve import resolve
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -53,27 +62,32 @@ def conda_lock(recipe: LoadedRecipe, target: Target, solver: Solver | None = Non
         pip = pip_format.read(path.with_name(pip_name))
         # A pip lock for other conda packages makes the whole lock stale.
         fits = (pip is not None) == with_pip and (pip.digest if pip else "") == part.pip_digest
-        return CondaLock(part.recipe, part.target, part.recipe_digest if fits else "", part.packages, pip or no_pip)
+        of_recipe = part.recipe_digest if fits else ""
+        return CondaLock(part.recipe, part.target, of_recipe, part.packages, pip or no_pip, part.as_of)
 
     def resolved(
         environment: Environment, old: CondaLock | None, upgrade: Upgrade, offline: bool, log: Log
     ) -> Resolved[CondaLock]:
         from envbuild.lock import conda_solve
 
+        ages = release_ages(recipe, target, kept_time(old, digest, upgrade))
+        for note in ages.notes():
+            log(note)
         kept = None if upgrade is None or old is None else without_conda(old, upgrade)
         solve = solver or conda_solve.solve
-        packages = solve(recipe, target, environment, keep=kept.packages if kept else (), offline=offline)
+        keeping = kept.packages if kept else ()
+        packages = solve(recipe, target, environment, ages=ages, keep=keeping, offline=offline, log=log)
         check_conda_accelerator(target, packages, str(recipe.path))
         pip = no_pip
         if with_pip:
             keep = kept.pip if kept else None
-            found = resolve_pip(recipe, target, environment, packages, keep=keep, offline=offline)
+            found = resolve_pip(recipe, target, environment, packages, ages=ages, keep=keep, offline=offline)
             for note in found.notes:
                 log(note)
             pip = found.lock
-        lock = CondaLock(name, target.name, digest, packages, pip)
+        lock = CondaLock(name, target.name, digest, packages, pip, ages.kept)
         check_stack(recipe, target, lock.versions, log, conda=True)
-        return Resolved(lock, f"{len(packages) + len(pip.packages)} packages for {target.name}")
+        return Resolved(lock, f"{len(packages) + len(pip.packages)} packages for {target.name}", limits=ages.notes())
 
     def judge(lock: CondaLock, source: str, log: Log) -> None:
         check_conda_accelerator(target, lock.packages, source)
@@ -173,13 +187,15 @@ def resolve_pip(
     environment: Environment,
     packages: Iterable[CondaPackage],
     *,
+    ages: ReleaseAges,
     keep: Lock | None = None,
     offline: bool = False,
 ) -> Resolved[Lock]:
     """Return the packages that pip adds to `packages` for the requirements in [conda].
 
-    Versions in `keep` are kept while they fit. A distribution in a conda package is never taken from an index.
-    Raises LockError with uv's explanation when the requirements conflict with the conda packages.
+    Files that are newer than `ages` allows are left out. Versions in `keep` are kept while they fit. A distribution in
+    a conda package is never taken from an index. Raises LockError with uv's explanation when the requirements conflict
+    with the conda packages.
     """
     there = provided(packages)
     with environment.temporary_folder("conda-pip-") as stubs:
@@ -192,6 +208,7 @@ def resolve_pip(
                 environment,
                 recipe.recipe.conda.requirements,
                 recipe.conda_digest(target),
+                ages=ages,
                 provided=there,
                 stubs=stubs,
                 keep=keep,

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -23,9 +24,11 @@ from envbuild.base import process
 from envbuild.base.errors import HostError, LockError, RecipeError
 from envbuild.base.masking import redact
 from envbuild.base.packages import channel_url
+from envbuild.base.progress import Log
 from envbuild.environment import Environment
 from envbuild.lock.conda import CondaPackage, canonical_depends, conda_platform, file_parts
 from envbuild.lock.conda_format import parse_packages
+from envbuild.lock.offers import ReleaseAges
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import CUDA, Target
 from envbuild.site.pip_config import ca_bundle
@@ -69,15 +72,24 @@ def virtual_packages(recipe: LoadedRecipe, target: Target) -> list[tuple[str, st
 
 
 def solve(
-    recipe: LoadedRecipe, target: Target, environment: Environment, *, keep: Collection[CondaPackage], offline: bool
+    recipe: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    *,
+    ages: ReleaseAges,
+    keep: Collection[CondaPackage],
+    offline: bool,
+    log: Log,
 ) -> tuple[CondaPackage, ...]:
     """Return the conda packages of `target`, sorted by name; those in `keep` are kept while they fit.
 
-    Channels are read through the site's mirrors; `offline` uses indexes that earlier runs left in the store.
-    Raises RecipeError for an invalid match spec, and LockError when a channel cannot be read or no packages
-    satisfy the specs, with the solver's explanation and the recipe lines of the conflicting specs.
+    Packages that are newer than `ages` allows, or whose age no channel states, are left out. Channels are read through
+    the site's mirrors; `offline` uses indexes that earlier runs left in the store. Raises RecipeError for an invalid
+    match spec, and LockError when a channel cannot be read or no packages satisfy the specs, with the solver's
+    explanation and the recipe lines of the conflicting specs.
     """
-    return _from_channels(recipe, target, environment, recipe_specs(recipe, target), keep=keep, offline=offline)
+    specs = recipe_specs(recipe, target)
+    return _from_channels(recipe, target, environment, specs, ages=ages, keep=keep, offline=offline, log=log)
 
 
 def _from_channels(
@@ -86,8 +98,10 @@ def _from_channels(
     environment: Environment,
     specs: Sequence[Spec],
     *,
+    ages: ReleaseAges,
     keep: Collection[CondaPackage],
     offline: bool,
+    log: Log,
 ) -> tuple[CondaPackage, ...]:
     """Solve `specs` and return packages as `solve`; without specs, return the channels' own records of `keep`."""
     channels = [channel_url(name) for name in recipe.recipe.conda.channels]
@@ -100,6 +114,7 @@ def _from_channels(
         ],
         "platform": conda_platform(target),
         "virtual": virtual_packages(recipe, target),
+        "newest": limit.timestamp() if (limit := ages.limit()) else None,
         "keep": [{"name": package.name, "sha256": package.sha256} for package in keep],
         "cache": str(environment.store.folder("conda", "repodata", key)),
         "offline": offline,
@@ -118,7 +133,9 @@ def _from_channels(
             process.KILLED if done.returncode < 0 else "is py-rattler whole? pip install --force-reinstall py-rattler",
         ) from None
     if "fault" in answer:
-        raise _error(answer, recipe, target, specs, offline)
+        raise _error(answer, recipe, target, specs, ages, offline)
+    if untimed := answer.get("untimed"):
+        log(f"note: the channels state no time for packages of {', '.join(untimed)}; those were left out")
     serving = dict(zip(answer["used"], channels, strict=True))
     return tuple(sorted((_package(row, serving) for row in answer["records"]), key=lambda package: package.name))
 
@@ -192,13 +209,25 @@ def _package(row: Mapping[str, Any], serving: Mapping[str, str]) -> CondaPackage
 
 
 def _error(
-    answer: Mapping[str, Any], recipe: LoadedRecipe, target: Target, specs: Sequence[Spec], offline: bool
+    answer: Mapping[str, Any],
+    recipe: LoadedRecipe,
+    target: Target,
+    specs: Sequence[Spec],
+    ages: ReleaseAges,
+    offline: bool,
 ) -> LockError | RecipeError:
     text = hide(answer.get("text", "")).strip()
     if answer["fault"] == "spec":
         return bad_spec(specs[answer["index"]], text)
     if answer["fault"] == "unsatisfiable":
-        return unsatisfiable(recipe, target, text, specs)
+        too_new = [_too_new(row, specs, ages) for row in answer["too_new"]]
+        return unsatisfiable(recipe, target, text, specs, too_new)
+    if answer["fault"] == "too new":
+        row = answer["packages"][0]
+        return LockError(
+            f"{recipe.path}: target {target.name}: conda-lock chose {row['package']}, {_dated(row['time'], ages)}",
+            f"{_AGE_HINT}; or leave --solver out: envbuild's own solver leaves out what is too new",
+        )
     if answer["fault"] == "channel":
         return LockError(
             f"{recipe.path}: target {target.name}: the channels cannot be read:\n{indent(text, '  ', bool)}",
@@ -226,6 +255,23 @@ def _error(
     return LockError(f"{where}: channel {channel} cannot be read:{lines}", hint)
 
 
+_AGE_HINT = "allow an older release, or change `exclude_newer`"
+
+
+def _dated(time: float | None, ages: ReleaseAges) -> str:
+    """Return that a package is too new, and when it will be allowed, or that its age is not known."""
+    if time is None:
+        return "and its channel states no time for it: `exclude_newer` leaves it out"
+    built = datetime.fromtimestamp(time, UTC)
+    return f"which is too new, of {built:%Y-%m-%d %H:%M} UTC: {ages.allowed_from(built)}"
+
+
+def _too_new(row: Mapping[str, Any], specs: Sequence[Spec], ages: ReleaseAges) -> str:
+    """Return the line for a spec whose packages are all left out by `exclude_newer`."""
+    spec = specs[row["spec"]]
+    return f"{spec.where}: {spec.text!r} matches {row['package']} alone, {_dated(row['time'], ages)}"
+
+
 def _reason(url: str, text: str, offline: bool) -> str:
     """Return rattler's error without the causes in the middle of its chain."""
     if offline and not url.startswith("file:"):
@@ -242,14 +288,21 @@ def bad_spec(spec: Spec, why: str) -> RecipeError:
     )
 
 
-def unsatisfiable(recipe: LoadedRecipe, target: Target, explanation: str, specs: Sequence[Spec]) -> LockError:
-    """Return the error for unsatisfiable specs: the solver's explanation and the recipe lines of the specs in it."""
+def unsatisfiable(
+    recipe: LoadedRecipe, target: Target, explanation: str, specs: Sequence[Spec], too_new: Sequence[str] = ()
+) -> LockError:
+    """Return the error for unsatisfiable specs: the solver's explanation and the recipe lines of the specs in it.
+
+    `too_new` are lines about specs whose packages `exclude_newer` leaves out.
+    """
     named = set(re.findall(r"[a-z0-9_][a-z0-9_.-]*", explanation.lower()))
     lines = [f"\n  {spec.where}: asks for {spec.text!r}" for spec in specs if spec.name in named]
     if not target.family.gpu and set(_ABSENT.findall(explanation)) == {CUDA.conda_virtual}:
         hint = f"the packages are for CUDA, and {target.name} is for CPUs: ask for CPU builds, or add a target of CUDA"
     else:
         hint = "loosen one of these, or add a channel that has the missing package"
+    if too_new:
+        lines, hint = [f"\n  {line}" for line in too_new], f"{_AGE_HINT} at {recipe.where('exclude_newer')}"
     return LockError(
         f"{recipe.path}: target {target.name} cannot be solved:\n{indent(explanation, '  ', bool)}{''.join(lines)}",
         hint,
@@ -284,9 +337,16 @@ def find_conda(environment: Environment) -> str:
 
 
 def solve_by_conda_lock(
-    recipe: LoadedRecipe, target: Target, environment: Environment, *, keep: Collection[CondaPackage], offline: bool
+    recipe: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    *,
+    ages: ReleaseAges,
+    keep: Collection[CondaPackage],
+    offline: bool,
+    log: Log,
 ) -> tuple[CondaPackage, ...]:
-    """Solve with conda-lock and return packages as `solve`.
+    """Solve with conda-lock and return packages as `solve`. It leaves out no new packages: they are an error.
 
     conda reads channels through the site's first mirror, with its own credentials (.condarc and netrc).
     Raises HostError when conda-lock or conda is missing, and LockError with conda-lock's output when it fails.
@@ -344,7 +404,7 @@ def solve_by_conda_lock(
                 "conda-lock uses only the last of several specs for one name: merge them",
             )
     # conda-lock leaves out the build strings of dependencies, so the channels' records replace its own.
-    records = _from_channels(recipe, target, environment, (), keep=packages, offline=offline)
+    records = _from_channels(recipe, target, environment, (), ages=ages, keep=packages, offline=offline, log=log)
     known = {package.sha256: package for package in records}
     for package in packages:
         if package.sha256 not in known:

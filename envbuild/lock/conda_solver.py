@@ -15,6 +15,7 @@ import os
 import socket
 import sys
 import urllib.request
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -47,7 +48,10 @@ async def answer(request: dict[str, Any]) -> dict[str, Any]:
     gateway, channels, used = await _open(request)
     platforms = [request["platform"], "noarch"]
     kept = await _kept(gateway, channels, platforms, request["keep"])
+    newest = request["newest"]
     if not specs:
+        if too_new := [_too_new(record) for record in kept if _left_out(record, newest)]:
+            raise SolveFailed({"fault": "too new", "packages": too_new})
         return {"records": [_row(record) for record in kept], "used": used}
     try:
         records = await solve(
@@ -55,17 +59,30 @@ async def answer(request: dict[str, Any]) -> dict[str, Any]:
             specs,
             gateway,
             platforms=platforms,
-            locked_packages=kept,
+            locked_packages=[record for record in kept if not _left_out(record, newest)],
             virtual_packages=[
                 GenericVirtualPackage(PackageName(name), Version(version), BuildString(build))
                 for name, version, build in request["virtual"]
             ],
             channel_priority=ChannelPriority.Strict,
+            # Records from exactly this time on would be left out of wheels, too.
+            exclude_newer=None if newest is None else datetime.fromtimestamp(newest - 0.001, UTC),
             channel_relations="disabled",
         )
     except SolverError as error:
-        raise SolveFailed({"fault": "unsatisfiable", "text": str(error)}) from None
-    return {"records": [_row(record) for record in records], "used": used}
+        too_new = [] if newest is None else await _too_new_specs(gateway, channels, platforms, specs, newest)
+        raise SolveFailed({"fault": "unsatisfiable", "text": str(error), "too_new": too_new}) from None
+    untimed = [] if newest is None else await _untimed(gateway, channels, platforms, records)
+    return {"records": [_row(record) for record in records], "used": used, "untimed": untimed}
+
+
+async def _untimed(gateway: Any, channels: list[Any], platforms: list[str], records: list[Any]) -> list[str]:
+    """Return the names of `records` of which the channels have packages without a time."""
+    from rattler import MatchSpec
+
+    specs = [MatchSpec(record.name.normalized) for record in records]
+    found = await gateway.query(channels, platforms, specs, recursive=False, channel_relations="disabled")
+    return sorted({record.name.normalized for record in itertools.chain(*found) if _time(record) is None})
 
 
 async def _open(request: dict[str, Any]) -> tuple[Any, list[Any], list[str]]:
@@ -151,6 +168,35 @@ async def _kept(gateway: Any, channels: list[Any], platforms: list[str], keep: l
         if record.sha256 is not None and (name, record.sha256.hex()) in wanted:
             records.setdefault(name, record)
     return list(records.values())
+
+
+def _time(record: Any) -> float | None:
+    """Return the time in seconds at which a package was indexed, else built, as rattler compares it."""
+    time = getattr(record, "indexed_timestamp", None) or record.timestamp
+    return time.timestamp() if time else None
+
+
+def _left_out(record: Any, newest: float | None) -> bool:
+    """Return whether a package is too new, or of unknown age."""
+    return newest is not None and ((time := _time(record)) is None or time >= newest)
+
+
+def _too_new(record: Any) -> dict[str, Any]:
+    return {"package": f"{record.name.normalized} {record.version} {record.build}", "time": _time(record)}
+
+
+async def _too_new_specs(
+    gateway: Any, channels: list[Any], platforms: list[str], specs: list[Any], newest: float
+) -> list[dict[str, Any]]:
+    """Return a row for each spec whose packages are all too new or of unknown age; the oldest stands for them."""
+    rows = []
+    for index, spec in enumerate(specs):
+        found = await gateway.query(channels, platforms, [spec], recursive=False, channel_relations="disabled")
+        records = [record for record in itertools.chain(*found) if spec.matches(record)]
+        if records and all(_left_out(record, newest) for record in records):
+            oldest = min(records, key=lambda record: (_time(record) is None, _time(record)))
+            rows.append({"spec": index, **_too_new(oldest)})
+    return rows
 
 
 def _row(record: Any) -> dict[str, Any]:

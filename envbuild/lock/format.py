@@ -26,6 +26,7 @@ _KEYS = ("recipe", "target", "python", "platform", "recipe-digest")
 _HEADER = re.compile(rf"#\s*({'|'.join(_KEYS)})\s*:\s*(\S+)\s*$")
 # Forms of values that become words of commands and parts of paths.
 _FORMS = {"python": re.compile(r"\d\.\d{1,2}"), "platform": re.compile(r"[a-z0-9_]+-manylinux_2_\d{1,3}")}
+_AS_OF = re.compile(r"#\s*exclude-newer-as-of\s*:\s*(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ)$")
 _OVERRIDE = re.compile(r"#\s*override\s*:\s*(.+)$")
 _WARNING = re.compile(r"#\s*warning\s*:\s*(.+)$")
 _PIN = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==([^\s;@\\]+)\s*(.*)$")
@@ -64,6 +65,7 @@ class Lock:
 
     `recipe_digest` covers the recipe's inputs of the lock; every build that uses the lock repeats its `warnings`.
     `built` are the packages whose wheels envbuild builds from source. `overrides` replaced requirements of packages.
+    Spans in `exclude_newer` of the recipe counted back from `as_of`, "" without such a span.
     """
 
     recipe: str
@@ -75,6 +77,7 @@ class Lock:
     warnings: tuple[str, ...] = field(default=(), compare=False)
     built: tuple[BuiltPackage, ...] = ()
     overrides: tuple[str, ...] = ()
+    as_of: str = ""
 
     @property
     def digest(self) -> str:
@@ -103,6 +106,7 @@ def render(lock: Lock) -> str:
     head = [
         f"{_FIRST_LINE}{FORMAT}; made by: envbuild lock {lock.recipe} --target {lock.target}",
         *(f"# {key}: {value}" for key, value in zip(_KEYS, values, strict=True)),
+        *(f"# exclude-newer-as-of: {as_of}" for as_of in [lock.as_of] if as_of),
         *(f"# override: {override}" for override in lock.overrides),
         *(f"# warning: {warning}" for warning in lock.warnings),
         *(f"# built: {json.dumps(built_row(package))}" for package in lock.built),
@@ -128,6 +132,7 @@ def parse(text: str, source: str) -> Lock:
     header: dict[str, str] = {}
     packages: dict[str, LockedPackage] = {}
     overrides: list[str] = []
+    as_of = ""
     warnings: list[str] = []
     built: list[BuiltPackage] = []
     faults: list[str] = []
@@ -145,6 +150,8 @@ def parse(text: str, source: str) -> Lock:
         if line.startswith("#"):
             if match := _HEADER.match(line):
                 header[match[1]] = match[2]
+            elif match := _AS_OF.match(line):
+                as_of = match[1]
             elif match := _OVERRIDE.match(line):
                 overrides.append(match[1])
             elif match := _WARNING.match(line):
@@ -180,7 +187,7 @@ def parse(text: str, source: str) -> Lock:
     recipe, target, python, platform, digest = (header[key] for key in _KEYS)
     found_packages = tuple(packages.values())
     return Lock(
-        recipe, target, python, platform, digest, found_packages, tuple(warnings), tuple(built), tuple(overrides)
+        recipe, target, python, platform, digest, found_packages, tuple(warnings), tuple(built), tuple(overrides), as_of
     )
 
 

@@ -39,6 +39,11 @@ class _OfRecipe(Protocol):
     def recipe_digest(self) -> str: ...
 
 
+class _Dated(_OfRecipe, Protocol):
+    @property
+    def as_of(self) -> str: ...
+
+
 L = TypeVar("L", bound=_OfRecipe)
 T = TypeVar("T")
 
@@ -69,13 +74,15 @@ class LockState(Generic[L]):
 class Resolved(Generic[L]):
     """A new lock, its `summary` for messages, a wheel lock's resolution as PEP 751 text, and lines for the log.
 
-    `before` is the replaced lock, `changes` are the differences, one line each; `update` adds both.
+    `limits` say which files were left out as too new. `before` is the replaced lock, `changes` are the differences, one
+    line each; `update` adds both.
     """
 
     lock: L
     summary: str
     pylock: str = ""
     notes: Sequence[str] = ()
+    limits: Sequence[str] = ()
     before: L | None = None
     changes: Sequence[str] = ()
 
@@ -211,6 +218,15 @@ def keep_lock(kind: LockKind[L], new: Resolved[L], log: Log, *, write: bool = Tr
     kind.write(path, new.lock)
     log(f"{path}: {new.summary}, {len(new.changes)} changed")
     return path
+
+
+def kept_time(old: _Dated | None, digest: str, upgrade: Upgrade) -> str:
+    """Return the time from which spans of `exclude_newer` count back: that of a current lock of which nothing may move.
+
+    Any other resolution begins anew: "".
+    """
+    is_same = old is not None and old.recipe_digest == digest and upgrade is not None and not upgrade
+    return old.as_of if old and is_same else ""
 
 
 def read_lock_file(path: Path, parse: Callable[[str, str], T]) -> T | None:

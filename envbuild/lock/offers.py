@@ -5,23 +5,25 @@ binds such packages to their index."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envbuild.base.errors import LockError
+from envbuild.base.masking import redact
 from envbuild.base.text import normalise
-from envbuild.base.toml import nearest
+from envbuild.base.toml import nearest, toml_pairs
 from envbuild.environment import Environment
 from envbuild.lock.format import BuiltPackage
-from envbuild.recipe.checks import applicable, requirement_parts
+from envbuild.recipe.checks import AGE_OFF, applicable, parse_age, requirement_parts
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.sources import LockedPackage
+from envbuild.recipe.targets import Target
 from envbuild.store.sources import Link, PackageSource, local_files, remote_sources
 
 if TYPE_CHECKING:
@@ -32,6 +34,54 @@ if TYPE_CHECKING:
 _SDISTS = (".tar.gz", ".zip")
 _AT_ONCE = 8
 _TOO_OLD = timedelta(days=2 * 365)
+_ISO = "%Y-%m-%dT%H:%M:%SZ"
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseAges:
+    """`exclude_newer` of a recipe for one target: age or date of each index, "" for all without an entry.
+
+    Ages count back from `as_of` (RFC 3339), so that a resolution can be repeated.
+    """
+
+    ages: Mapping[str, str] = field(default_factory=dict)
+    as_of: str = ""
+
+    @property
+    def kept(self) -> str:
+        """The time that a lock keeps: `as_of`, "" if no age counts back from it."""
+        relative = any(age != AGE_OFF and isinstance(parse_age(age), timedelta) for age in self.ages.values())
+        return self.as_of if relative else ""
+
+    def limit(self, index: str = "") -> datetime | None:
+        """Return the time from which files of `index` are left out, None for no limit."""
+        age = self.ages.get(index, self.ages.get("", AGE_OFF))
+        if age == AGE_OFF:
+            return None
+        parsed = parse_age(age)
+        return datetime.fromisoformat(self.as_of) - parsed if isinstance(parsed, timedelta) else parsed
+
+    def allowed_from(self, uploaded: datetime, index: str = "") -> str:
+        """Return when a file that is too new will be allowed, as the end of a sentence."""
+        parsed = parse_age(self.ages.get(index, self.ages.get("", "")))
+        if isinstance(parsed, timedelta):
+            return f"allowed from {uploaded + parsed:%Y-%m-%d %H:%M} UTC on"
+        return f"allowed by a date from {uploaded:%Y-%m-%d} on"
+
+    def notes(self) -> list[str]:
+        """Return a line for each limit."""
+        notes = []
+        for index in self.ages:
+            limit, source = self.limit(index), f"of {index} " if index else ""
+            key = f"[exclude_newer_index] {self.ages[index]}" if index else f"exclude_newer = {self.ages[index]}"
+            what = f"uploaded from {limit:{_ISO}} on are left out" if limit else "are taken whatever their age"
+            notes.append(f"files {source}{what} ({key})")
+        return notes
+
+
+def release_ages(recipe: LoadedRecipe, target: Target, as_of: str = "") -> ReleaseAges:
+    """Return the release ages of `target`; they count back from `as_of`, by default from now."""
+    return ReleaseAges(recipe.exclude_newer(target), as_of or f"{datetime.now(UTC):{_ISO}}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +90,15 @@ class OfferedFile:
 
     tags: frozenset[Any]
     requires_python: str
+
+
+@dataclass(frozen=True, slots=True)
+class TooNew:
+    """A file that `exclude_newer` leaves out: of which index (a URL), and its upload, None if the index states none."""
+
+    link: Link
+    index: str
+    uploaded: datetime | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +127,16 @@ class Offers:
     """Releases of projects in local find-links, find-links pages, pip's indexes and `indexes`.
 
     A project in `bound` (normalised name → URL of an index) is looked up in its index alone. Unreadable pages are left
-    out: uv reports them when they affect a resolution.
+    out: uv reports them when they affect a resolution. Files that are newer than `ages` allows are left out; `limits`
+    maps the URLs of indexes to their key in it.
     """
 
     environment: Environment
     indexes: Sequence[str]
     offline: bool
     bound: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    ages: ReleaseAges = field(default_factory=ReleaseAges, kw_only=True)
+    limits: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     _known: dict[str, list[ProjectRelease]] = field(default_factory=dict)
     _redirects: dict[str, str] = field(default_factory=dict)
 
@@ -120,9 +182,50 @@ class Offers:
             Link(name, "", None) for _, files in local_files(self.environment.pip, (".whl", *_SDISTS)) for name in files
         ]
         found: dict[str, list[Link]] = {name: [] if name in self.bound else list(local) for name in names}
-        for name, _, links in self._pages(names):
-            found[name] += links
+        for name, source, links in self._pages(names):
+            found[name] += [link for link in links if self._too_new(link, source) is None]
         return found
+
+    def _too_new(self, link: Link, source: PackageSource) -> TooNew | None:
+        """Return why `exclude_newer` leaves a file out, None for a file that may be taken."""
+        limit = self.ages.limit(self.limits.get(source.url, "")) if source.is_index else None
+        if limit is None or ((uploaded := link.time) is not None and uploaded < limit):
+            return None
+        return TooNew(link, source.url, uploaded)
+
+    def too_new(self, names: Iterable[str]) -> dict[str, list[TooNew]]:
+        """Return name → files that `exclude_newer` leaves out, for each of `names` that has any."""
+        found: defaultdict[str, list[TooNew]] = defaultdict(list)
+        for name, source, links in self._pages(names) if self.ages.ages else ():
+            found[name] += filter(None, (self._too_new(link, source) for link in links))
+        return {name: files for name, files in found.items() if files}
+
+    def without_index(self, versions: Mapping[str, str]) -> list[str]:
+        """Return the names of `versions` of which find-links have a file, which no release age concerns."""
+        names = [name for _, files in local_files(self.environment.pip, (".whl", *_SDISTS)) for name in files]
+        local = [Link(name, "", None) for name in names]
+        pages = [(name, links) for name, source, links in self._pages(versions) if not source.is_index]
+        links_of = {name: local + [link for own, links in pages if own == name for link in links] for name in versions}
+        return [
+            name
+            for name, links in links_of.items()
+            if any(str(release.version) == versions[name] for release in releases_of(name, links))
+        ]
+
+    def write_settings(self, path: Path) -> None:
+        """Write uv's configuration with the indexes and release ages of the resolution to `path`."""
+        keys = {"": ""} if "" in self.ages.ages else {}
+        keys |= {url: self.limits[url] for url in self.indexes if url in self.limits}
+        newest = {url: self._uv_limit(key) for url, key in keys.items()}
+        self.environment.write_uv_settings(path, self.indexes, newest)
+        packages = {name: self._uv_limit(self.limits[url]) for name, url in self.bound.items() if url in self.limits}
+        if packages:
+            with path.open("a", encoding="utf-8") as stream:
+                stream.write("\n".join(["", "[exclude-newer-package]", *toml_pairs(packages), ""]))
+
+    def _uv_limit(self, key: str) -> str | bool:
+        limit = self.ages.limit(key)
+        return f"{limit:{_ISO}}" if limit else False
 
     def _pages(self, names: Iterable[str]) -> list[tuple[str, PackageSource, list[Link]]]:
         """Return (name, source, its links) of each name and each source that may serve it."""
@@ -165,9 +268,7 @@ def releases_of(name: str, links: Iterable[Link]) -> list[ProjectRelease]:
         if project != name or link.yanked:
             continue
         files[version].append(OfferedFile(tags, link.requires_python))
-        with contextlib.suppress(ValueError):  # the page states no time
-            time = datetime.fromisoformat(link.uploaded)
-            time = time if time.tzinfo else time.replace(tzinfo=UTC)
+        if time := link.time:
             times[version] = min(time, times.get(version, time))
     return [ProjectRelease(version, tuple(files[version]), times.get(version)) for version in sorted(files)]
 
@@ -333,6 +434,33 @@ def bound_indexes(
             )
         bound[normalise(project)] = urls[0]
     return bound
+
+
+def index_limits(ages: ReleaseAges, environment: Environment) -> dict[str, str]:
+    """Return the URLs, with those of mirrors, of the indexes that have an entry in `ages` → their key in it."""
+    named = {index: environment.site.indexes.get(index, index) for index in ages.ages if index}
+    return {url: index for index, address in named.items() for url in environment.site.mirrored(address)}
+
+
+def age_notes(offers: Offers, versions: Mapping[str, str]) -> list[str]:
+    """Return a note for files in find-links and files without a time of upload, which no release age concerns."""
+    if not offers.ages.ages:
+        return []
+    notes = []
+    if local := offers.without_index(versions):
+        notes.append(f"note: exclude_newer does not concern files of find-links: {', '.join(local)}")
+    unknown: defaultdict[str, list[str]] = defaultdict(list)
+    for name, files in offers.too_new(versions).items():
+        for index in dict.fromkeys(file.index for file in files if file.uploaded is None):
+            unknown[index].append(name)
+    for index, names in unknown.items():
+        notes.append(f"note: {no_time(index)} of {', '.join(names)}; files without one were left out")
+    return notes
+
+
+def no_time(index: str) -> str:
+    """Return the beginning of a sentence about files whose age is not known."""
+    return f"{redact(index)} states no time of upload for files"
 
 
 def check_bound(recipe: LoadedRecipe, packages: Iterable[LockedPackage | BuiltPackage], offers: Offers) -> None:

@@ -11,35 +11,57 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from envbuild.base.errors import LockError
 from envbuild.base.text import normalise
 from envbuild.environment import Environment
-from envbuild.lock.built import UvCompile, check_used, explanation, lock_built, locked_wheels, sources_of, without_wheel
+from envbuild.lock.built import (
+    UvCompile,
+    check_used,
+    explanation,
+    filtered_names,
+    lock_built,
+    locked_wheels,
+    sources_of,
+    without_wheel,
+)
 from envbuild.lock.format import BuiltPackage, Lock
 from envbuild.lock.judge import check_accelerator
 from envbuild.lock.lifecycle import Resolved
 from envbuild.lock.offers import (
     Offers,
+    ReleaseAges,
+    age_notes,
+    allowed_releases,
     ambiguous_names,
     bound_indexes,
     check_bound,
     check_pages,
+    index_limits,
+    no_time,
     reachable,
+    release_ages,
+    releases_of,
     skipped_warnings,
 )
 from envbuild.recipe.checks import applicable, requirement_parts
 from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.model import requirement_entries
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
 
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
 
 def resolve_recipe(
-    recipe: LoadedRecipe, target: Target, environment: Environment, keep: Lock | None, offline: bool
+    recipe: LoadedRecipe, target: Target, environment: Environment, keep: Lock | None, offline: bool, as_of: str = ""
 ) -> Resolved[Lock]:
     """Resolve `target` as `resolve` does. Also raises LockError when [layers.nccl] cannot replace torch's NCCL."""
     requirements = (*recipe.recipe.requirements, *recipe.recipe.targets[target.name].requirements)
-    resolve_it = partial(resolve, recipe, target, environment, requirements, recipe.resolution_digest(target))
+    digest, ages = recipe.resolution_digest(target), release_ages(recipe, target, as_of)
+    resolve_it = partial(resolve, recipe, target, environment, requirements, digest, ages=ages)
     override = nccl_override(recipe, target)
     if override is None:
         return resolve_it(keep=keep, offline=offline)
@@ -56,6 +78,7 @@ def resolve(
     requirements: Sequence[str],
     digest: str,
     *,
+    ages: ReleaseAges,
     overrides: Sequence[str] = (),
     provided: Mapping[str, str] = {},
     stubs: Path | None = None,
@@ -64,11 +87,11 @@ def resolve(
 ) -> Resolved[Lock]:
     """Resolve `requirements` for `target` of `recipe`; versions pinned in `keep` are preferred while they fit.
 
-    `digest` is the recipe_digest of the new lock. `overrides` replace the requirements of packages. `provided` maps
-    distributions that another installer provides to their versions; `stubs` is the folder with stub wheels for them.
-    They take part in the resolution but are not in the lock. Raises LockError with uv's explanation when no packages
-    satisfy the requirements, when a package has no fitting wheel with a sha256, or when the result is for another
-    accelerator than the target's.
+    `digest` is the recipe_digest of the new lock. Files that are newer than `ages` allows are left out. `overrides`
+    replace the requirements of packages. `provided` maps distributions that another installer provides to their
+    versions; `stubs` is the folder with stub wheels for them. They take part in the resolution but are not in the lock.
+    Raises LockError with uv's explanation when no packages satisfy the requirements, when a package has no fitting
+    wheel with a sha256, or when the result is for another accelerator than the target's.
     """
     table = recipe.recipe.targets[target.name]
     python, platform = recipe.recipe.python, target.platform(table.glibc)
@@ -76,7 +99,8 @@ def resolve(
     notes = [f"note: {reason}; it was left out" for reason in unreached]
     sources = sources_of(recipe, target, environment, requirements, offline)
     wanted = applicable(requirements, python, platform)  # a requirement with another marker binds nothing
-    offers = Offers(environment, indexes, offline, bound=bound_indexes(recipe, wanted, environment, offline))
+    bound, limits = bound_indexes(recipe, wanted, environment, offline), index_limits(ages, environment)
+    offers = Offers(environment, indexes, offline, bound=bound, ages=ages, limits=limits)
     constraints = [*recipe.recipe.constraints, *(f"{name}=={version}" for name, version in provided.items())]
     # To keep versions, every package is pinned, then preferred. Preferences alone would suffice, but uv 0.13 takes a
     # preferred version from the first index that has it, even when only another index has a wheel of it that fits.
@@ -93,6 +117,14 @@ def resolve(
                 break
         else:
             command = f"{recipe.recipe.name} --target {target.name}"
+            names = [*wanted, *filtered_names(done.stderr)]
+            if too_new := _too_new(recipe, offers, wanted, dict.fromkeys(names), python, platform):
+                raise LockError(
+                    f"{recipe.path}: target {target.name} cannot be resolved:\n{explanation(done)}"
+                    + "".join(f"\n  {line}" for line in (*too_new, *notes)),
+                    f"allow an older release, or change `exclude_newer` at {recipe.where('exclude_newer')}; for an "
+                    'index that you trust, write "off" in [exclude_newer_index]',
+                )
             raise LockError(
                 f"{recipe.path}: target {target.name} cannot be resolved:\n{explanation(done)}"
                 + "".join(f"\n  {note}" for note in notes),
@@ -121,16 +153,58 @@ def resolve(
             f"{recipe.path}: target {target.name}",
         )
         notes += ambiguous_names(of_indexes, offers)
+        notes += age_notes(offers, {one.name: one.version for one in of_indexes})
     check_accelerator(target, packages, str(recipe.path))
     locked = {*(one.name for one in every), *provided}
     for text in recipe.recipe.overrides:
         if requirement_parts(text)[0] not in locked:
             notes.append(f"note: the override {text} has no effect for {target.name}: no package needs it")
     lock = Lock(
-        recipe.recipe.name, target.name, python, platform, digest, packages, warnings, built, recipe.recipe.overrides
+        recipe.recipe.name,
+        target.name,
+        python,
+        platform,
+        digest,
+        packages,
+        warnings,
+        built,
+        recipe.recipe.overrides,
+        ages.kept,
     )
     summary = f"{len(packages)} packages" + (f", {len(built)} to build from source" if built else "")
-    return Resolved(lock, summary, sources.published(text), notes)
+    return Resolved(lock, summary, sources.published(text), notes, ages.notes())
+
+
+def _too_new(
+    recipe: LoadedRecipe,
+    offers: Offers,
+    wanted: Mapping[str, Sequence[Requirement]],
+    names: Iterable[str],
+    python: str,
+    platform: str,
+) -> list[str]:
+    """Return a line for each of `names` whose only releases that would do are left out by `exclude_newer`."""
+    places = {requirement_parts(text)[0]: keys for keys, text in requirement_entries(recipe.document)}
+    lines = []
+    for name, files in offers.too_new(names).items():
+        young, known = releases_of(name, [file.link for file in files]), offers.releases([name])[name]
+        fitting, others = (
+            [one for one in allowed_releases(releases, wanted.get(name, ()), python) if one.fits(python, platform)]
+            for releases in (young, known)
+        )
+        if not fitting or (name in wanted and others):
+            continue
+        release = fitting[-1]
+        file = next(
+            file for file in files if release.version in {one.version for one in releases_of(name, [file.link])}
+        )
+        if release.uploaded is None:
+            text = f"{no_time(file.index)} of {name}, so they are left out"
+        else:
+            allowed = offers.ages.allowed_from(release.uploaded, offers.limits.get(file.index, ""))
+            text = f"{name} {release.version}, uploaded on {release.uploaded:%Y-%m-%d %H:%M} UTC, is too new: {allowed}"
+        lines.append(f"{recipe.document.where(*places[name])}: {text}" if name in places else text)
+    return lines
 
 
 def without(lock: Lock, names: Iterable[str]) -> Lock:

@@ -7,7 +7,7 @@ from envbuild.base.progress import Log
 from envbuild.environment import Environment
 from envbuild.lock.format import Lock, changes, lock_file_name, read, render
 from envbuild.lock.judge import check_accelerator, check_stack, impossible_pins
-from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, lock_folders, write_lock_file
+from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, kept_time, lock_folders, write_lock_file
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 
@@ -23,17 +23,19 @@ def wheel_lock(recipe: LoadedRecipe, target: Target) -> LockKind[Lock]:
 
         # The recipe's own pins may already be known not to work; this saves the resolution.
         check_stack(recipe, target, None, None)
+        as_of = kept_time(old, recipe.resolution_digest(target), upgrade)
         if old is None and recipe.variant:  # versions do not differ between Pythons without need
             old = next(
                 filter(None, (read(one / lock_file_name(target.name)) for one in lock_folders(recipe, target))), None
             )
+            as_of = old.as_of if old and upgrade is not None else ""
         keep = None if upgrade is None or old is None else without(old, upgrade)
         try:
-            found = resolve_recipe(recipe, target, environment, keep, offline)
+            found = resolve_recipe(recipe, target, environment, keep, offline, as_of)
         except LockError as error:
             raise LockError(error.message + impossible_pins(recipe, target), error.hint) from error
         check_stack(recipe, target, found.lock.versions, log)
-        for note in found.notes:
+        for note in (*found.limits, *found.notes):
             log(note)
         return found
 

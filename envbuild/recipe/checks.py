@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
@@ -19,6 +20,8 @@ DIRECT = re.compile(r"\s*+[A-Za-z0-9][A-Za-z0-9._-]*+\s*+(?:\[[^]]*\]\s*+)?@\s*+
 _SDISTS = (".tar.gz", ".zip")
 _REF = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._/+-]*")
 _GIT = ("git+https", "git+ssh", "git+file")
+# An index whose files have no limit of age.
+AGE_OFF = "off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +201,33 @@ def override_problem(text: str) -> str | None:
     if re.match(r"[=<>!~]", requirement_parts(text)[1]):
         return None
     return f"{text!r} names no version: an override replaces the versions that packages ask for"
+
+
+def parse_age(text: str) -> timedelta | datetime:
+    """Return a span such as "7 days", or the end of a date or an RFC 3339 time. Raises ValueError for other texts."""
+    if span := re.fullmatch(r"([1-9]\d{0,3}) (hour|day|week)s?", text):
+        return timedelta(**{f"{span[2]}s": int(span[1])})
+    if re.fullmatch(r"\d{4}-\d\d-\d\d", text):
+        return datetime.fromisoformat(f"{text}T00:00:00+00:00") + timedelta(days=1)
+    if (time := datetime.fromisoformat(text)).tzinfo is None:
+        raise ValueError(f"{text!r} has no time zone")
+    return time.astimezone(UTC)
+
+
+def age_problem(text: str) -> str | None:
+    """Return why `text` is not a release age as `parse_age` reads it, or None."""
+    try:
+        parse_age(text)
+    except (ValueError, OverflowError):
+        forms = "'7 days' (hours, days or weeks), a date such as '2026-11-01' or a time such as '2026-11-01T12:00:00Z'"
+        return f"{text!r} is neither a span nor a date: write {forms}"
+    return None
+
+
+def index_age_problem(text: str) -> str | None:
+    """Return why `text` is neither a release age nor `off`, or None."""
+    problem = age_problem(text) if text != AGE_OFF else None
+    return problem and f"{problem}, or {AGE_OFF!r}"
 
 
 def _parse_problem(text: str) -> str | None:

@@ -30,7 +30,7 @@ from envbuild.recipe.project import OwnCode, declared_code, declared_requirement
 from envbuild.recipe.targets import Target, host_arch, target_problem
 
 # Keys of a recipe that count in its digest only if it has them.
-_NEW = ("overrides", "indexes", "project", "build")
+_NEW = ("overrides", "exclude_newer", "exclude_newer_index", "indexes", "project", "build")
 # Keys of [verify] that always count in it; a later one does only with a value of its own.
 _VERIFY = ["nodes", "nproc_per_node", "epochs", "batch_size", "model", "timeout_s", "loss_tolerance", "busbw_floor"]
 # A script's text is part of envbuild.json in the artifact and of its receipt.
@@ -224,7 +224,15 @@ class LoadedRecipe:
             **self._bound_of(requirements),
             **self._builds_of(target),
             **({"overrides": recipe.overrides} if recipe.overrides and requirements else {}),
+            **({"exclude_newer": ages} if (ages := self.exclude_newer(target)) else {}),
         }
+
+    def exclude_newer(self, target: Target) -> dict[str, str]:
+        """Return `exclude_newer` as "" → age, and of each index of `target` with an age of its own → that age."""
+        recipe, own = self.recipe, self.recipe.targets[target.name].indexes
+        ages = {"": recipe.exclude_newer} if recipe.exclude_newer else {}
+        indexes = (*own, *recipe.indexes.values())
+        return ages | {index: age for index, age in recipe.exclude_newer_index.items() if index in indexes}
 
     def nccl_wheel(self, target: Target) -> str | None:
         """Return the version of the NCCL wheel that `[layers.nccl]` uses instead of torch's pin, in PyPI's spelling.

@@ -400,6 +400,17 @@ class Recipe:
         check=checks.override_problem,
         example=["numpy>=2"],
     )
+    exclude_newer: str = key(
+        "",
+        "The age that files must have to be locked (7 days), or the date after which uploaded files are left out.",
+        check=lambda text: checks.age_problem(text) if text else None,
+        example="7 days",
+    )
+    exclude_newer_index: dict[str, str] = key(
+        {},
+        "The same for one index: URL in `indexes` of a target, or name in [indexes] → age, date, or `off`.",
+        check=checks.index_age_problem,
+    )
     indexes: dict[str, str] = key(
         {},
         "Package → name of the index of the site that alone may serve it, whatever other indexes have.",
@@ -478,7 +489,7 @@ def override_mistakes(document: Document) -> Iterator[Problem]:
 
 
 def index_mistakes(document: Document) -> Iterator[Problem]:
-    """Yield packages in [indexes] that are in no list of requirements, or that appear in two spellings."""
+    """Yield packages in [indexes] that no requirement names or that appear twice, and indexes that none names."""
     known = sorted({checks.requirement_parts(text)[0] for _, text in requirement_entries(document)})
     seen = set[str]()
     for project in table_at(document.data, "indexes"):
@@ -489,6 +500,12 @@ def index_mistakes(document: Document) -> Iterator[Problem]:
         elif name in seen:
             yield ("indexes", project), f"{project!r} in [indexes] is there in another spelling"
         seen.add(name)
+    named = [url for target in table_at(document.data, "targets").values() for url in list_at(target, "indexes")]
+    named += table_at(document.data, "indexes").values()
+    for index in table_at(document.data, "exclude_newer_index"):
+        if index not in named:
+            what = f"{index!r} in [exclude_newer_index] is no URL in `indexes` of a target and no name in [indexes]"
+            yield ("exclude_newer_index", index), what + nearest(index, sorted({str(one) for one in named}))
 
 
 def image_mistakes(document: Document) -> Iterator[Problem]:

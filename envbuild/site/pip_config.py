@@ -235,9 +235,15 @@ def _seconds(value: str) -> float | None:
     return number if 0 < number < float("inf") else None
 
 
-def uv_settings(pip: PipConfig, indexes: Sequence[str]) -> str:
-    """Return a uv.toml with a recipe's `indexes`, then pip's. It may hold credentials: no command line may show it."""
-    lines = [
+def uv_settings(pip: PipConfig, indexes: Sequence[str], newest: Mapping[str, str | bool] = {}) -> str:
+    """Return a uv.toml with a recipe's `indexes`, then pip's. It may hold credentials: no command line may show it.
+
+    `newest` maps URLs of indexes, "" for all others, to the time up to which uv takes their files; False for any time.
+    """
+    lines = [f"exclude-newer = {toml_value(newest[''])}"] if "" in newest else []
+    if newest.keys() - {""}:
+        lines.append('preview-features = ["index-exclude-newer"]')
+    lines += [
         # pip takes the best version from all indexes together. uv's default stops at the first index that knows
         # a name, so an old copy on a recipe's index would hide every newer version. Locked hashes protect
         # against a file from the wrong index.
@@ -253,8 +259,10 @@ def uv_settings(pip: PipConfig, indexes: Sequence[str]) -> str:
         for url in dict.fromkeys([*indexes, *pip.extra_index_urls]):
             if url != pip.index_url:
                 lines += ["", "[[index]]", f"url = {toml_value(url)}"]
+                lines += [f"exclude-newer = {toml_value(newest[url])}"] if url in newest else []
         if pip.index_url is not None:
             lines += ["", "[[index]]", f"url = {toml_value(pip.index_url)}", "default = true"]
+            lines += [f"exclude-newer = {toml_value(newest[pip.index_url])}"] if pip.index_url in newest else []
     return "\n".join(lines) + "\n"
 
 

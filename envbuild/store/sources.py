@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urljoin
@@ -42,6 +43,15 @@ class Link:
     requires_python: str = ""
     uploaded: str = ""
     yanked: bool = False
+
+    @property
+    def time(self) -> datetime | None:
+        """The time of the upload, None if the page states none."""
+        try:
+            time = datetime.fromisoformat(self.uploaded)
+        except ValueError:
+            return None
+        return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from rattler import MatchSpec, PackageRecord
 from rattler.package import BuildString
 
 from envbuild.lock.conda import canonical_depends
-from envbuild.lock.conda_format import parse, parse_packages
+from envbuild.lock.conda_format import parse, parse_packages, render
 from envbuild.lock.conda_solve import recipe_specs, virtual_packages
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target
@@ -235,3 +235,65 @@ def test_the_locked_cuda_is_named_where_it_is_another_than_the_targets(tmp_path:
     assert "MB" in pytorch or "GB" in pytorch
     said = envbuild(tmp_path, channel, "check", "recipe.toml", "--target", "cu126-x86_64").stdout
     assert "CUDA 12.9" in said and "CUDA 12.6" not in said
+
+
+def limited(folder: Path, age: str, *dependencies: str) -> None:
+    """Write the recipe with `exclude_newer`, which stands in its fifth line."""
+    demo(folder, "cpu-x86_64", *dependencies)
+    recipe = folder / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace("environment =", f'exclude_newer = "{age}"\nenvironment ='))
+
+
+def test_packages_that_are_too_new_are_left_out(tmp_path: Path, channel: Path) -> None:
+    """packaging 25.0 is of April 2025, 26.0 of January 2026."""
+    limited(tmp_path, "2026-01-01", "packaging")
+    done = envbuild(tmp_path, channel, "lock", "recipe.toml", "--conda", "--report", "report.md")
+    assert done.returncode == 0, done.stderr
+    limit = "files uploaded from 2026-01-02T00:00:00Z on are left out (exclude_newer = 2026-01-01)"
+    assert limit in done.stderr and limit in (tmp_path / "report.md").read_text()
+    text = (tmp_path / "cpu.conda-lock.yml").read_text()
+    assert "packaging-25.0-" in text and "as_of" not in text
+    assert envbuild(tmp_path, channel, "lock", "recipe.toml", "--conda", "--check").returncode == 0
+    limited(tmp_path, "1 hour", "packaging")
+    assert envbuild(tmp_path, channel, "lock", "recipe.toml", "--conda", "--check").returncode == 3
+    assert envbuild(tmp_path, channel, "lock", "recipe.toml", "--conda", "--upgrade").returncode == 0
+    text = (tmp_path / "cpu.conda-lock.yml").read_text()
+    assert "packaging-25.0-" not in text and "envbuild_exclude_newer_as_of_linux-64: " in text
+    (part,) = parse(text, "lock").values()
+    assert render([part]) == text and part.as_of
+
+
+def test_a_spec_of_packages_that_are_too_new_is_refused_with_the_day(tmp_path: Path, channel: Path) -> None:
+    limited(tmp_path, "2026-01-01", "packaging 26.3.*")
+    done = envbuild(tmp_path, channel, "lock", "recipe.toml", "--conda")
+    line = (
+        "12:17: 'packaging 26.3.*' matches packaging 26.3 pyhc364b38_0 alone, which is too new, of 2026-08-05 00:02 UTC"
+    )
+    assert done.returncode == 3 and f"{line}: allowed by a date from 2026-08-05 on" in done.stderr, done.stderr
+    assert "change `exclude_newer` at recipe.toml:5:1" in done.stderr
+    (tmp_path / "shim").mkdir()
+    by_conda_lock = envbuild(
+        tmp_path, channel, "lock", "recipe.toml", "--conda", "--solver", "conda-lock", **conda_shim(tmp_path / "shim")
+    )
+    assert by_conda_lock.returncode == 3 and "conda-lock chose " in by_conda_lock.stderr, by_conda_lock.stderr
+    assert "leave --solver out" in by_conda_lock.stderr
+
+
+def test_packages_of_unknown_age_are_left_out_and_named(tmp_path: Path, channel: Path) -> None:
+    known = tmp_path / "channel"
+    shutil.copytree(channel, known)
+    data = json.loads((known / "noarch/repodata.json").read_text())
+    for row in [
+        row for row in data["packages.conda"].values() if row["name"] == "packaging" and row["version"] == "25.0"
+    ]:
+        del row["timestamp"]
+    (known / "noarch/repodata.json").write_text(json.dumps(data))
+    limited(tmp_path, "2026-01-01", "packaging")
+    done = envbuild(tmp_path, known, "lock", "recipe.toml", "--conda")
+    assert "note: the channels state no time for packages of packaging; those were left out" in done.stderr, done.stderr
+    assert "packaging-24.2-" in (tmp_path / "cpu.conda-lock.yml").read_text()
+    limited(tmp_path, "2026-01-01", "packaging 25.0.*")
+    refused = envbuild(tmp_path, known, "lock", "recipe.toml", "--conda").stderr
+    assert (
+        "'packaging 25.0.*' matches packaging 25.0 pyh29332c3_1 alone, and its channel states no time for it" in refused
+    )

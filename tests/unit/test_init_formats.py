@@ -142,6 +142,33 @@ four = { git = "https://host.example/four" }
     assert lost["four = {'git': 'https://host.example/four'}"] == "no requirement here names this package"
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ('"7 days"', "7 days"),
+        ('"P7D"', "7 days"),
+        ('"1w"', "1 weeks"),
+        ('"PT36H"', "36 hours"),
+        ('"2026-11-01"', "2026-11-01"),
+        ('"2026-11-01T12:00:00Z"', "2026-11-01T12:00:00Z"),
+        ("2026-11-01", "2026-11-01"),
+    ],
+)
+def test_the_age_of_releases_is_carried(tmp_path: Path, given: str, expected: str) -> None:
+    text = '[project]\nname = "x"\ndependencies = ["numpy"]\n[tool.uv]\n'
+    index = '[[tool.uv.index]]\nurl = "https://i/simple"\nexclude-newer = false\n'
+    ages = f'exclude-newer = {given}\nexclude-newer-package = {{ six = "2026-01-01" }}\n'
+    other = '[tool.uv.pip]\nexclude-newer = "1 month"\n'
+    draft, recipe = imported(tmp_path, "pyproject.toml", text + ages + index + other)
+    assert recipe.exclude_newer == expected
+    lost = {one.text: one.reason for one in draft.lost}
+    assert (
+        "several" not in lost and "all packages, or of those of an index" in lost["exclude-newer of six = 2026-01-01"]
+    )
+    assert "[exclude_newer_index]" in lost["exclude-newer = False"]
+    assert "neither a span nor a date" in lost["1 month"]
+
+
 def test_an_override_of_uv_replaces_the_versions_of_a_requirement(tmp_path: Path) -> None:
     address = "six @ https://h.example/six-1-py3-none-any.whl"
     overrides = ["numpy>=2", "numpy<2.4", "torch==2.7.1", address, "idna", "tqdm>=4"]
