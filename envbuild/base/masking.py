@@ -15,6 +15,10 @@ _SECRET = re.compile(_NAMES, re.IGNORECASE)
 _SOUNDS_SECRET = re.compile(
     r"TOKEN(?!IZ)|SECRET|(?<!BY)(?<!COM)PASS(W|PHRASE|$|_)|CREDENTIAL|API_?KEY|(^|_)(KEY|PAT)$|PRIVATE", re.IGNORECASE
 )
+# Switches, and numbers of tokens, of variables whose names have a word in common with secrets.
+_SWITCH = re.compile(r"true|false|yes|no|on|off|none|[01]", re.IGNORECASE)
+_NUMBER = re.compile(r"[\d_,.]+[kmgbt]?", re.IGNORECASE)
+_COUNT = re.compile(r"(?:(?<![a-z])(?:max|min|num|total|n)[_-][\w-]*)?tokens(?![a-z])", re.IGNORECASE)
 # NAME=value, as in build arguments and `ENV` lines of a history, `Name: value` of a header, --name value. A
 # package's name before == or a version is none of these.
 _ASSIGNED = re.compile(
@@ -56,20 +60,24 @@ def looks_secret(text: str) -> bool:
     return _forms().search(text) is not None
 
 
-def is_secret(name: str) -> bool:
-    """Return whether a variable or label of this name may hold a secret."""
-    return _SECRET.search(name) is not None
+def is_secret(name: str, value: str = "") -> bool:
+    """Return whether a variable or label of this name may hold a secret; a switch or a number of tokens is none."""
+    if _SWITCH.fullmatch(value) or name.upper().endswith("_PARALLELISM"):
+        return False
+    return _SECRET.search(_COUNT.sub("", name) if _NUMBER.fullmatch(value) else name) is not None
 
 
 def sounds_secret(name: str) -> bool:
     """Return whether a variable of this name almost certainly holds a secret, so that envbuild refuses it."""
-    return _SOUNDS_SECRET.search(name) is not None
+    counts = _COUNT.search(name)
+    rest = _COUNT.sub("", name) if counts and len(counts[0]) > len("tokens") else name
+    return _SOUNDS_SECRET.search(rest) is not None
 
 
 def masked(values: Mapping[str, str]) -> dict[str, str]:
     """Return variables or labels with the values of secret ones, and all secrets known by their form, masked."""
     return {
-        name: HIDDEN if (is_secret(name) or looks_secret(value)) and value else redact(value)
+        name: HIDDEN if (is_secret(name, value) or looks_secret(value)) and value else redact(value)
         for name, value in values.items()
     }
 
@@ -77,16 +85,22 @@ def masked(values: Mapping[str, str]) -> dict[str, str]:
 def masked_words(words: Sequence[str]) -> list[str]:
     """Return a command line with `--token=x`, `--token x` and passwords in URLs masked."""
     shown: list[str] = []
-    after = False
+    before = ""
     for word in words:
-        shown.append(HIDDEN if after and not word.startswith("-") else masked_text(word))
-        after = word.startswith("-") and "=" not in word and is_secret(word)
+        hidden = before.startswith("-") and "=" not in before and not word.startswith("-") and is_secret(before, word)
+        shown.append(HIDDEN if hidden else masked_text(word))
+        before = word
     return shown
 
 
 def masked_text(text: str) -> str:
     """Return a line of text with the values of secret names, and all secrets known by their form, masked."""
-    return masked_forms(_ASSIGNED.sub(lambda m: f"{m['name']}{m['sign']}{HIDDEN}", text))
+
+    def hide(match: re.Match[str]) -> str:
+        secret = is_secret(match["name"], match["value"].strip("\"'"))
+        return f"{match['name']}{match['sign']}{HIDDEN}" if secret else match[0]
+
+    return masked_forms(_ASSIGNED.sub(hide, text))
 
 
 def masked_forms(text: str) -> str:

@@ -43,6 +43,6 @@ def report(fault: BaseException) -> int:
 
 def _without_secrets(text: str) -> str:
     for name, value in os.environ.items():
-        if len(value) >= _SHORTEST and (is_secret(name) or looks_secret(value)):
+        if len(value) >= _SHORTEST and (is_secret(name, value) or looks_secret(value)):
             text = text.replace(value, HIDDEN)
     return clean(masked_forms(text))

@@ -459,7 +459,7 @@ def _image(kept: Collection[Statement], lose: Lose, is_conda: bool) -> dict[str,
             problem = checks.variable_problem(name) or ("refers to another variable" if "$" in value else None)
             if name in ("PATH", "VIRTUAL_ENV", "CONDA_PREFIX"):
                 problem = "envbuild sets it"
-            elif is_secret(name) or masked_text(value) != value:
+            elif is_secret(name, value) or masked_text(value) != value:
                 problem = "may be a secret"
             lose(statement, problem) if problem else image.setdefault("env", {}).update({name: value})
     return image

@@ -10,7 +10,7 @@ from lab.wheels import make_recipe
 
 from envbuild.base import process
 from envbuild.base.errors import BuildError
-from envbuild.base.masking import HIDDEN, looks_secret, masked, masked_text, redact
+from envbuild.base.masking import HIDDEN, looks_secret, masked, masked_text, masked_words, redact
 from envbuild.site.jobs import job_variable_problem, value_problem
 
 TOKEN = "x1Y2" * 10
@@ -80,6 +80,39 @@ def test_a_secret_is_known_by_its_form_whatever_its_variable(secret: str) -> Non
     assert "looks like a secret" in (value_problem(secret) or "")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TOKENIZERS_PARALLELISM", "false"),
+        ("TOTAL_TOKENS", "2_000_000_000_000"),
+        ("LLM_MAX_TOKENS", "4096"),
+        ("EVAL_TOKENS", "10B"),
+        ("SAVE_TOKEN", "True"),
+        ("KEYBOARD_LAYOUT", "0"),
+    ],
+)
+def test_switches_and_numbers_of_tokens_are_no_secrets(name: str, value: str) -> None:
+    assert masked({name: value}) == {name: value}
+    assert masked_text(f"ENV {name}={value}") == f"ENV {name}={value}"
+    assert masked_words(["x", f"--{name}", value]) == ["x", f"--{name}", value]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PASSWORD", "4096"),
+        ("ACCESS_KEY", "12345678"),
+        ("API_TOKEN", "31337"),
+        ("SECRET_TOKENS", "77"),
+        ("TOKENS", "ab12"),
+    ],
+)
+def test_numbers_may_be_secrets_where_nothing_is_counted(name: str, value: str) -> None:
+    assert masked({name: value}) == {name: HIDDEN}
+    assert masked_text(f"ENV {name}={value}") == f"ENV {name}={HIDDEN}"
+    assert masked_words(["x", f"--{name}", value]) == ["x", f"--{name}", HIDDEN]
+
+
 @pytest.mark.parametrize("value", ["basic configuration", "Bearer authentication", "sk-learn", "/opt/key", "0a" * 20])
 def test_prose_paths_and_digests_are_no_secrets(value: str) -> None:
     assert not looks_secret(value) and value_problem(value) is None
@@ -90,7 +123,9 @@ def test_job_scripts_get_no_variable_with_the_name_of_a_secret(name: str) -> Non
     assert "sounds like a secret" in (job_variable_problem(name) or "")
 
 
-@pytest.mark.parametrize("name", ["PATH", "PATTERN", "KEYBOARD_LAYOUT", "COMPAT_MODE", "TOKENIZERS_PARALLELISM"])
+@pytest.mark.parametrize(
+    "name", ["PATH", "PATTERN", "KEYBOARD_LAYOUT", "COMPAT_MODE", "TOKENIZERS_PARALLELISM", "MAX_NEW_TOKENS"]
+)
 def test_job_scripts_get_the_other_variables(name: str) -> None:
     assert job_variable_problem(name) is None
 
