@@ -19,9 +19,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from envbuild.base.errors import BuildError, EnvbuildError, file_error, note_writing, system_hint
+from envbuild.base.errors import BuildError, EnvbuildError
 from envbuild.base.files import absolute_path, open_known, open_regular
 from envbuild.base.progress import Log
+from envbuild.base.system_errors import file_error, note_writing, system_hint
 
 _PAUSE_S = 0.05
 

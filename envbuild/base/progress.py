@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from envbuild.base.errors import note_writing
+from envbuild.base.system_errors import note_writing
 from envbuild.base.text import human_size, human_time
 
 # Commands to a terminal (ECMA-48): control sequences, strings such as a window's title, and single characters. The

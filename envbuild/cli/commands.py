@@ -9,9 +9,10 @@ import click
 from click.shell_completion import CompletionItem
 
 from envbuild import __version__
-from envbuild.base.errors import EnvbuildError, system_error
+from envbuild.base.errors import EnvbuildError
 from envbuild.base.masking import redact
 from envbuild.base.progress import clean
+from envbuild.base.system_errors import system_error
 from envbuild.cli.layout import verbosity
 from envbuild.contract.kinds import ARTIFACTS
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from envbuild.base.errors import BuildError, LockError, file_error
+from envbuild.base.errors import BuildError, LockError
 from envbuild.base.progress import OnProgress, log, transfer
+from envbuild.base.system_errors import file_error
 from envbuild.cache.download import locked_partial
 from envbuild.cache.http import Mismatch, NotFound, RequestFailed
 from envbuild.debian.control import Relation, compare_versions, parse_control, parse_relations

@@ -33,9 +33,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from envbuild.base.atomic import folder_lock, remove_tree, replacing
-from envbuild.base.errors import BuildError, file_error
+from envbuild.base.errors import BuildError
 from envbuild.base.files import is_file_name
 from envbuild.base.host import this_boot
+from envbuild.base.system_errors import file_error
 from envbuild.cache.hashed import Digests
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import pytest
 
 from envbuild.base.atomic import remove, remove_tree, replacing, write_atomically, write_beside
-from envbuild.base.errors import file_error
+from envbuild.base.system_errors import file_error
 
 
 def test_a_file_is_replaced_when_the_block_ends_and_not_before(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ import pytest
 
 import envbuild
 from envbuild.base.atomic import replacing
-from envbuild.base.errors import BuildError, EnvbuildError, HostError, UsageError, file_error, system_error
+from envbuild.base.errors import BuildError, EnvbuildError, HostError, UsageError
+from envbuild.base.system_errors import file_error, system_error
 from envbuild.verify.image_file import image_kind
 
 TOKEN = "x1Y2" * 10

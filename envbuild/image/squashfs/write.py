@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from envbuild.base.atomic import new_file, replacing_beside
-from envbuild.base.errors import BuildError, file_error
+from envbuild.base.errors import BuildError
 from envbuild.base.files import copy_span
 from envbuild.base.progress import OnProgress
+from envbuild.base.system_errors import file_error
 from envbuild.image.entry import FILE, Tree
 from envbuild.image.entry import closing as closing_tree
 from envbuild.image.squashfs.model import (
