@@ -18,7 +18,7 @@ _SOUNDS_SECRET = re.compile(
 # Switches, and numbers of tokens, of variables whose names have a word in common with secrets.
 _SWITCH = re.compile(r"true|false|yes|no|on|off|none|[01]", re.IGNORECASE)
 _NUMBER = re.compile(r"[\d_,.]+[kmgbt]?", re.IGNORECASE)
-_COUNT = re.compile(r"(?:(?<![a-z])(?:max|min|num|total|n)[_-][\w-]*)?tokens(?![a-z])", re.IGNORECASE)
+_COUNT = re.compile(r"(?:(?<![a-z])(?:max|min|num|total|n)[_-][\w-]{0,40})?tokens(?![a-z])", re.IGNORECASE)
 # NAME=value, as in build arguments and `ENV` lines of a history, `Name: value` of a header, --name value. A
 # package's name before == or a version is none of these.
 _ASSIGNED = re.compile(

@@ -16,7 +16,7 @@ from typing import Any
 
 from envbuild.base.errors import UsageError
 from envbuild.base.masking import redact
-from envbuild.jobcheck.lint import environment, faults, hosts, rendezvous, resources, slips, status
+from envbuild.jobcheck.lint import environment, faults, rendezvous, resources, slips, status
 from envbuild.jobcheck.lint.directives import ScriptFacts, whole_number
 from envbuild.jobcheck.lint.faults import LEVELS, LintRule, load_faults
 from envbuild.jobcheck.lint.kubernetes import lint_manifest
@@ -26,51 +26,10 @@ from envbuild.jobcheck.lint.script import Found, ParsedScript, read_script
 
 _LARGEST = 2 << 20
 _MANIFEST = re.compile(r"^(apiVersion|kind)\s*:", re.MULTILINE)
-# In this order, the first fault of a kind in a line counts.
-RULES: tuple[Callable[[ParsedScript], Iterator[Found]], ...] = (
-    rendezvous.of_launches,
-    rendezvous.of_variables,
-    rendezvous.of_fallbacks,
-    slips.of_lines,
-    environment.of_commands,
-    faults.of_patterns,
-    environment.of_output,
-    environment.of_array_output,
-    environment.of_folder,
-    environment.of_own_path,
-    slips.of_directives,
-    status.of_status,
-    slips.of_shell,
-    environment.of_secrets,
-    environment.of_gpu_containers,
-    resources.of_steps,
-    resources.of_cpus,
-    resources.of_ranks,
-    resources.of_requests,
-    resources.of_placement,
-    resources.of_optional_variables,
-    resources.of_idle_nodes,
-    resources.of_single_nodes,
-    rendezvous.of_addresses,
-    rendezvous.of_endpoints,
-    rendezvous.of_numbers,
-    rendezvous.of_order,
-    slips.of_signals,
-    slips.of_names,
-    hosts.of_other_nodes,
-    hosts.of_mpi_environment,
-    hosts.of_fixed_hosts,
-    hosts.of_terminals,
-    hosts.of_early_expansion,
-    slips.of_comments,
-    slips.of_placeholders,
-    rendezvous.of_default_ports,
-    rendezvous.of_literal_hosts,
-    slips.of_assignments,
-    hosts.of_remote_shells,
-    slips.of_conflicts,
-    slips.of_operators,
-    slips.of_unset,
+# Each of_… of these modules is a rule. In this order, the first fault of a kind in a line counts.
+_MODULES = (rendezvous, slips, environment, faults, status, resources)
+RULES: tuple[Callable[[ParsedScript], Iterator[Found]], ...] = tuple(
+    rule for module in _MODULES for name, rule in vars(module).items() if name.startswith("of_")
 )
 # What a template is for.
 _TEMPLATE = re.compile(r"template[^/]*$|\.(?:tmpl|tpl|mako|j2|jinja2?)$")
@@ -106,15 +65,8 @@ class Problem:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields for --json."""
-        return {
-            "id": self.fault.id,
-            "level": self.fault.level,
-            "file": self.file,
-            "line": self.line,
-            "text": self.text,
-            "what": self.what,
-            "instead": self.instead,
-        }
+        own = {name: getattr(self, name) for name in ("file", "line", "text", "what", "instead")}
+        return {"id": self.fault.id, "level": self.fault.level, **own}
 
 
 def lint_file(path: Path, schedulers: Mapping[str, ScriptFacts]) -> list[Problem]:

@@ -43,6 +43,7 @@ class LintRule:
     of_scheduler: Mapping[str, str] = field(default_factory=dict)
     directive: re.Pattern[str] | None = None
     command: re.Pattern[str] | None = None
+    lines: re.Pattern[str] | None = None
     variables: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
 
 
@@ -64,6 +65,7 @@ def _rule(name: str, row: Mapping[str, Any], schedulers: Collection[str]) -> Lin
         of_scheduler={key: text for key, text in row.items() if key in schedulers},
         directive=re.compile(row["directive"]) if "directive" in row else None,
         command=re.compile(row["command"]) if "command" in row else None,
+        lines=re.compile("|".join(row["lines"])) if "lines" in row else None,
         variables={key: re.compile(text, re.IGNORECASE) for key, text in row.get("variables", {}).items()},
     )
 
@@ -72,8 +74,12 @@ def of_patterns(script: ParsedScript) -> Iterator[Found]:
     """Find the faults whose row has a pattern."""
     for fault in load_faults().values():
         for line, words in script.directives:
-            if fault.directive and fault.directive.search(" ".join(word.replace(" ", "_") for word in words)):
-                yield Found(fault.id, line)
+            text = " ".join(word.replace(" ", "_") for word in words)
+            if fault.directive and (match := fault.directive.search(text)):
+                yield Found(fault.id, line, match[0].strip())
+        for line, text in script.told if fault.lines else ():
+            if fault.lines and (match := fault.lines.search(text)):
+                yield Found(fault.id, line, match[match.lastindex or 0].strip()[:_SHOWN])
         doubts: list[Found] = []
         for command in script.commands if fault.command and (script.facts or fault.id not in _OF_BATCH) else ():
             text = command_text(command)

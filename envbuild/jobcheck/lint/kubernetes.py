@@ -24,17 +24,7 @@ from envbuild.jobcheck.lint.slips import of_lines
 from envbuild.jobcheck.lint.status import of_status
 
 # The rules for the command of a container.
-_RULES = (
-    of_launches,
-    of_variables,
-    of_fallbacks,
-    of_lines,
-    of_commands,
-    of_patterns,
-    of_secrets,
-    of_ranks,
-    of_status,
-)
+_RULES = (of_launches, of_variables, of_fallbacks, of_lines, of_commands, of_patterns, of_secrets, of_ranks, of_status)
 # Faults that do not apply to a pod's command: each pod has its own network, and the operator sets the endpoint
 # and the number of nodes.
 _OF_HOSTS = frozenset(["fixed-port", "error-ignored", "threads", "local-address", "run-id", "requeue"])

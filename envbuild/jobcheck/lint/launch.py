@@ -23,7 +23,7 @@ _IN_SHELL = re.compile(
 RANK_OPTIONS = ("--num_processes", "--num-processes", "--num_gpus")
 # Programs of steps before the training.
 ASKS = WORDS["asks"]
-_PREPARES = re.compile(r"(?:copy|set_?up|install|download|stage|clean|extract|config|create|prepare)[\w.-]{0,60}\.sh")
+PREPARES = re.compile(r"(?:copy|set_?up|install|download|stage|clean|extract|config|create|prepare)[\w.-]{0,60}\.sh")
 # Options of `accelerate launch`, by torchrun's names. Its --num-processes counts those of all nodes.
 _ACCELERATE = {
     "num-machines": "nnodes",
@@ -154,7 +154,7 @@ def starts_training(command: Command) -> bool:
         if texts:
             return any(_IN_SHELL.search(text) for text in texts)
         names = [posixpath.basename(word) for word in command.words[1:]]
-        if sum(name.endswith((".sh", ".py")) for name in names) == 1 and any(map(_PREPARES.fullmatch, names)):
+        if sum(name.endswith((".sh", ".py")) for name in names) == 1 and any(map(PREPARES.fullmatch, names)):
             return False
         return any(
             STARTS.fullmatch(name) or word.startswith("$") for name, word in zip(names, command.words[1:], strict=True)

@@ -105,7 +105,7 @@ def of_fallbacks(script: ParsedScript) -> Iterator[Found]:
 
 def _rendezvous_names(script: ParsedScript) -> frozenset[str]:
     """Return the names of the variables in endpoints."""
-    text = "\n".join(line for line in script.lines if not line.lstrip().startswith("#"))
+    text = script.code
     names: set[str] = set()
     found = {name for value in _POINTS.findall(text) for name in _NAMES.findall(value)}
     found |= {name for name in script.values if OF_RENDEZVOUS.fullmatch(name)}
@@ -152,6 +152,8 @@ def of_endpoints(script: ParsedScript) -> Iterator[Found]:
     for launch in script.launches if script.several and not (script.sets_options or script.everywhere) else ():
         number = whole_number(launch.options.get("nnodes", "").partition(":")[0]) or (script.nodes or (0, 0))[1]
         given = launch.options.keys() & {"rdzv-endpoint", "master-addr", "standalone", "config-file", "rdzv-conf"}
+        if launch.options.get("rdzv-backend", "").startswith("c10d"):  # it reads no --master-addr
+            given -= {"master-addr"}
         if launch.waits and number > 1 and not given and launch.complete:
             at = launch.command.line
             yield Found("endpoint-missing", at, nodes=script.several, program=launch.program)
@@ -170,7 +172,7 @@ def of_endpoints(script: ParsedScript) -> Iterator[Found]:
                 yield Found("endpoint-list", command.line, name)
     yield from _quoted_lists(script)
     commented = any(re.match(r"\s*#.*\bMASTER_ADDR=", line) for line in script.lines)
-    code = "\n".join(line for line in script.lines if not line.lstrip().startswith("#"))
+    code = script.code
     named = re.search(r"MASTER_ADDR|://|\b(?:COMM|INIT|DIST|SYNC)_\w*=", code)
     told = script.launches or named or sets_elsewhere(script)
     if script.several and commented and not told:
@@ -222,6 +224,9 @@ def of_numbers(script: ParsedScript) -> Iterator[Found]:
             size = whole_number(" ".join(words)) if sets else None
             if size is not None and size not in (total, nodes * script.gpus):  # a task can start more ranks
                 yield Found("world-size", command.line, f"WORLD_SIZE={size}, {total} tasks", level="warning")
+    plain = steps[-1].program == "srun" and "python" in " ".join(steps[-1].words) and "MASTER_ADDR" in script.values
+    if plain and not re.search(r"RANK|PROCID|LOCALID|lightning|\bray\b", script.text):
+        yield Found("rank-unset", steps[-1].line)
 
 
 def of_order(script: ParsedScript) -> Iterator[Found]:

@@ -13,6 +13,7 @@ from typing import Literal
 from envbuild.jobcheck.lint.directives import option_values, whole_number
 from envbuild.jobcheck.lint.launch import (
     ASKS,
+    PREPARES,
     RANK_OPTIONS,
     STARTS,
     TRAINS,
@@ -22,7 +23,7 @@ from envbuild.jobcheck.lint.launch import (
     starts_training,
 )
 from envbuild.jobcheck.lint.script import NOUNSET, PER_NODE, Found, ParsedScript, option_set
-from envbuild.jobcheck.lint.shell import LAUNCHERS, Command
+from envbuild.jobcheck.lint.shell import LAUNCHERS, WORDS, Command
 
 # Bindings that leave a task more than one core.
 _FREE = r"(?:quiet,|verbose,|[qv],)?(?:no|map_|mask_|rank|sockets|ldoms|boards)"
@@ -35,6 +36,7 @@ _COUNT = re.compile(
     r"(?:--gres[= ](?:\S{0,60},)?gpu:|--gpu[= ]|-gpu num=)(?:[a-zA-Z][\w.-]{0,40}:)?(\d{1,4}(?:/\w{1,9})?)"
 )
 _MOST = 10_000  # characters of a job's directives
+_OTHER_STEPS = re.compile(r"eval|test|infer|predict|prep|process|convert|download|gen", re.IGNORECASE)
 _COMPUTES = re.compile(r"torch|horovod|cuda|nccl|deepspeed|ddp", re.IGNORECASE)
 _OPEN_MPI = re.compile(r"open-?mpi|\bompi|OMPI_|orterun|--(?:map-by|bind-to)\b|--?(?:mca|npernode)\b", re.IGNORECASE)
 _SLOTS = re.compile(r"host|machinefile|oversubscribe|rankfile|:ppn", re.IGNORECASE)
@@ -66,8 +68,8 @@ def of_steps(script: ParsedScript) -> Iterator[Found]:
         step = step and "docker" not in words  # its daemon starts the container, which srun's options do not reach
         if step and "[@]}" not in "".join(command.words[:2]) and not _BOUND.search(" ".join(options)):
             steps.append(command)
-        # In jobs with GPUs, a program of any other name may be the training.
-        elif command.program == "srun" and script.gpus and _is_step(command) and not _BOUND.search(" ".join(words)):
+        # A program of any other name may be the training.
+        elif command.program == "srun" and _is_step(command) and not _BOUND.search(" ".join(words)):
             others.append(command)
     # Steps before the training often need one core.
     trainings = [
@@ -80,10 +82,15 @@ def of_steps(script: ParsedScript) -> Iterator[Found]:
 def _is_step(command: Command) -> bool:
     """Return whether srun starts a program that is not known as a step before the training."""
     asks = {posixpath.basename(word) for word in command.words} & (
-        ASKS | {"--pty", "-c", "-lc", "docker", "bash", "sh"}
+        ASKS | {"--pty", "-c", "-lc", "docker", "bash", "sh", "cd"}
     )
     return not (
-        asks or command.started_by or command.file or command.words[-1].startswith("-") or "[@]}" in command.words[1]
+        asks
+        or command.started_by
+        or command.file
+        or command.words[-1].startswith("-")
+        or "[@]}" in command.words[1]
+        or any(PREPARES.fullmatch(posixpath.basename(word)) for word in command.words)
     )
 
 
@@ -127,6 +134,9 @@ def of_cpus(script: ParsedScript) -> Iterator[Found]:
             value = f"{ranks} ranks, {cpus} CPU{'s' * (cpus != 1)}"
             yield Found("cpus-missing", command.line, value, level="" if told else "hint")
             return
+    trains = [one for one in script.commands if is_plain_training(one) and not one.file]
+    if script.gpus and cpus == 1 and trains and "num_workers=0" not in script.text:
+        yield Found("cpus-missing", trains[0].line, "1 CPU for a training and its data loaders", level="hint")
 
 
 def _ranks(script: ParsedScript, launch: Launch) -> int:
@@ -180,24 +190,51 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
         and not own.search(" ".join(tasks[-1].words))
     ):
         yield Found("ranks-exceed-gpus", tasks[-1].line, f"{script.tasks} tasks, {gpus} GPUs", level="warning")
-    for line, value in shown if script.has_steps and gpus > 0 and not script.whole_nodes else ():
+    for line, value in shown if script.facts and gpus > 0 and not script.whole_nodes else ():
         if re.fullmatch(r"\d{1,2}(?:,\d{1,2})*", value) and max(map(int, value.split(","))) >= gpus:
             yield Found("device-missing", line, value, f"{gpus} GPU{'s' * (gpus > 1)}")
     several = gpus > 1 or any(launch.ranks > 1 for launch in script.launches)
     exports = [(one.line, value) for one, value in script.exported("CUDA_VISIBLE_DEVICES") if not _for_one(one)]
     for line, value in exports if several and len({value for _, value in exports}) == 1 else ():
-        if re.fullmatch(r"\d", value):
+        if re.fullmatch(r"\d(?:,\d)*", value) and len(value.split(",")) in {1, *range(2, gpus)}:
             yield Found("one-gpu-visible", line, value)
     if gpus > 1 and not script.launches and script.kind != "shell":
         plain = [command for command in script.commands if is_plain_training(command)]
-        others = any(command.program in ("deepspeed", "horovodrun", *LAUNCHERS) for command in script.commands)
+        others = any(
+            command.program in ("deepspeed", "horovodrun", "accelerate")
+            or (command.program in LAUNCHERS and starts_training(command))
+            for command in script.commands
+        )
         if script.tasks == 1 == len(tasks) and not (script.several or own.search(" ".join(tasks[0].words))):
             plain, others = [command for command in tasks if is_plain_training(_stepped(command))], False
         # With as many tasks as GPUs, a rank for each was meant; only srun would start them.
         meant = script.tasks == gpus and not tasks and not _ALL_GPUS.search(script.text)
         level: Literal["", "hint"] = "" if meant else "hint"  # else the program may take all GPUs itself
+        known = plain
+        plain = plain or [one for one in script.commands if _is_program(one)]
         if plain and not others:
-            yield Found("one-process", plain[0].line, str(gpus), level=level)
+            yield Found("one-process", plain[-1].line, str(gpus), level=level if known else "hint")
+    told_ranks = [(one, _told_ranks(script, one)) for one in script.commands if not one.file and script.gpus]
+    for one, ranks in [row for row in told_ranks if row[1]][:1] if not script.several else ():
+        if ranks > gpus:
+            yield Found("ranks-exceed-gpus", one.line, f"{ranks} ranks, {gpus} GPUs", level="warning")
+        elif ranks < gpus and sum(count > 0 for _, count in told_ranks) == 1 and not shown:
+            yield Found("one-rank", one.line, f"{ranks} of {gpus}", program=one.program)
+
+
+def _told_ranks(script: ParsedScript, command: Command) -> int:
+    """Return the number of ranks that accelerate, deepspeed or horovodrun is told to start, 0 if there is none."""
+    if command.program not in ("accelerate", "deepspeed", "horovodrun"):
+        return 0
+    options = before_program(script.variables.expanded(command.words))
+    return whole_number(next(option_values(options, (*RANK_OPTIONS, "-np", "--num-proc")), "")) or 0
+
+
+def _is_program(command: Command) -> bool:
+    """Return whether a command is a Python program of any name, directly in the script."""
+    inside = command.started_by or command.function or command.file or command.captured or command.background
+    python = re.fullmatch(r"python[\d.]*", command.program) and any(word.endswith(".py") for word in command.words[1:3])
+    return bool(python) and not inside and not _OTHER_STEPS.search(" ".join(command.words[:3]))
 
 
 def _for_one(command: Command) -> bool:
@@ -268,10 +305,12 @@ def of_placement(script: ParsedScript) -> Iterator[Found]:
         if command.program == "srun" and nodes and script.has_steps:
             asked = whole_number(next(option_values(before_program(words), ("--nodes", "-N")), "")) or 0
             if asked > nodes and not re.search(r"--(?:jobid|het-group)", " ".join(words)):
-                yield Found("step-exceeds-job", command.line, str(asked), str(nodes))
+                yield Found("step-exceeds-job", command.line, f"{asked} nodes", str(nodes))
             told = whole_number(next(option_values(words, ("--num_nodes", "--num-nodes")), ""))
             if told and told != nodes and not asked and starts_training(command):  # Lightning's, by convention
                 yield Found("nodes-differ", command.line, str(told), str(nodes), "the program", level="warning")
+        if command.program == "srun" and script.has_steps and script.directives:
+            yield from _step(script, command, before_program(words), asks)
         in_chunks = script.facts is not None and script.facts.chunks
         if command.program == "mpiexec" and in_chunks and nodes > 1 and len(asks) < _MOST:
             ranks = next(option_values(words, ("-n", "-np", "--np")), "")
@@ -289,6 +328,21 @@ def of_placement(script: ParsedScript) -> Iterator[Found]:
                 yield Found("jsrun-gpus", command.line)
 
 
+def _step(script: ParsedScript, command: Command, options: list[str], asks: str) -> Iterator[Found]:
+    """Find a step of srun that asks for GPUs or tasks that the job does not have."""
+    gpus = next(option_values(options, ("--gres", "--gpus", "-G", "--gpus-per-node", "--gpus-per-task")), "")
+    sized = bool(script.nodes or script.directive("--ntasks", "-n"))  # else the command line may tell everything
+    if re.search(r"[1-9]", gpus) and not (script.gpus or re.search(r"gpu|excl|tres|gres", asks)):
+        level: Literal["warning", "hint"] = "warning" if sized else "hint"
+        yield Found("step-exceeds-job", command.line, f"GPUs ({gpus})", "none", level=level)
+    tasks = whole_number(next(option_values(options, ("--ntasks", "-n")), "")) or 0
+    each = whole_number((script.directive("--cpus-per-task", "-c") or (0, "1"))[1]) or 1
+    most = max(script.tasks, 1) * max(1, script.nodes[1] if script.nodes else 1)
+    if tasks > most * each and not re.search(r"excl|--overcommit|-O\b|--jobid", f"{asks} {options}"):
+        level = "warning" if script.tasks else "hint"
+        yield Found("step-exceeds-job", command.line, f"{tasks} tasks", str(most), level=level)
+
+
 def _expanded_hosts(text: str) -> list[str]:
     """Return the hosts of a list in Slurm's short form, [] for a list with variables."""
     hosts: list[str] = []
@@ -304,6 +358,10 @@ def _expanded_hosts(text: str) -> list[str]:
 def of_optional_variables(script: ParsedScript) -> Iterator[Found]:
     """Find variables of the scheduler that are not set, because the directive that sets them is missing."""
     optional = script.facts.optional if script.facts else {}
+    unknown = WORDS["unknown_variables"] - script.values.keys() if script.has_steps else frozenset()
+    for command in script.commands if unknown else ():
+        names = [name for found in _EMPTY.findall(" ".join(command.texts)) for name in found if name in unknown]
+        yield from (Found("variable-unknown", command.line, name) for name in names[:1])
     unset = {name for name, own in optional.items() if name not in script.values and not script.directive(*own)}
     strict = option_set(script, NOUNSET)
     for command in script.commands if unset else ():
@@ -343,6 +401,8 @@ def of_idle_nodes(script: ParsedScript) -> Iterator[Found]:
         hosts = re.search(r"(?:^| )(?:-H|--hosts?|-?-hostfile|--host-discovery-script|--mpi)", " ".join(command.words))
         alone = command.program == "horovodrun" and script.has_steps and not hosts
         alone |= command.program == "deepspeed" and not re.search(r"hostfile|-H |--launcher", script.text)
-        if (alone or is_plain_training(command)) and not command.file and "ray" not in script.passed:
-            yield Found("idle-nodes", command.line, nodes=str(script.nodes[1]), program=command.program)
+        known = alone or is_plain_training(command)
+        if (known or _is_program(command)) and not command.file and "ray" not in script.passed:
+            level: Literal["", "hint"] = "" if known else "hint"
+            yield Found("idle-nodes", command.line, nodes=str(script.nodes[1]), program=command.program, level=level)
             return

@@ -12,7 +12,7 @@ from typing import Literal
 
 from envbuild.jobcheck.lint.directives import Directive, ScriptFacts, option_values, whole_number
 from envbuild.jobcheck.lint.launch import Launch, find_launches, starts_training
-from envbuild.jobcheck.lint.shell import LAUNCHERS, Command, Reader, Variables, commands_of
+from envbuild.jobcheck.lint.shell import LAUNCHERS, SUBMITS, Command, Reader, Variables, commands_of
 
 PER_NODE = ("--ntasks-per-node", "--tasks-per-node")
 _MOST_PLACES = 1000  # texts to look for; a script of a person needs fewer than a hundred
@@ -35,6 +35,7 @@ _CRAY = re.compile(
 )
 
 _OF_JOB = re.compile(r"(?:--(?:output|error|job-name|export|signal|requeue|open-mode)\b|-[oeJ])")
+_SAYS = re.compile(r"\s*(?:#|(?:echo|printf)\b)")
 _SHARED = re.compile(r"small|shared|dev|debug|interactive")
 
 
@@ -60,7 +61,8 @@ class ParsedScript:
     `pod_gpus` are the GPUs of the pod that does. `late` are directives behind the first command, which the
     scheduler does not read. `writes`: its directives are those of a script that it writes,
     and `documents` the lines of the here-documents with them, and whether this shell leaves them as they are.
-    `template`: a program or a reader fills in parts of it before the scheduler gets it.
+    `template`: a program or a reader fills in parts of it before the scheduler gets it. `texts` are the lines of all
+    here-documents, and `blocks` the compound commands and quotes that nothing closes.
     """
 
     kind: str
@@ -76,6 +78,8 @@ class ParsedScript:
     template: bool = False
     writes: bool = False
     documents: tuple[tuple[int, int, bool], ...] = ()
+    texts: frozenset[int] = frozenset()
+    blocks: tuple[tuple[str, int], ...] = ()
 
     def directive(self, *names: str) -> tuple[int, str] | None:
         """Return (line, value) of the last directive with one of these names."""
@@ -99,6 +103,17 @@ class ParsedScript:
     def text(self) -> str:
         """The whole script."""
         return "\n".join(self.lines)
+
+    @functools.cached_property
+    def code(self) -> str:
+        """The script without its comment lines."""
+        return "\n".join(line for line in self.lines if not line.lstrip().startswith("#"))
+
+    @functools.cached_property
+    def told(self) -> Sequence[tuple[int, str]]:
+        """(number, line) of the lines that are no comments, printed texts or here-documents."""
+        rows = enumerate(self.lines, 1)
+        return [row for row in rows if row[0] not in self.texts and not _SAYS.match(row[1])]
 
     @functools.cached_property
     def tasks(self) -> int:
@@ -150,8 +165,8 @@ class ParsedScript:
 
     @property
     def doubtful(self) -> Literal["", "hint"]:
-        """Level of faults about shared nodes: "hint" if the job takes four GPUs, on many clusters a whole node."""
-        return "hint" if self.gpus >= 4 and not self.directive("--array", "-a", "-J") else ""
+        """Level of faults about shared nodes: "hint" if the job seems to take whole nodes: several, or four GPUs."""
+        return "hint" if (self.gpus >= 4 or self.several) and not self.directive("--array", "-a", "-J") else ""
 
     @functools.cached_property
     def launches(self) -> tuple[Launch, ...]:
@@ -192,6 +207,11 @@ class ParsedScript:
     def launchers_work(self) -> bool:
         """Whether the script starts anything on other nodes."""
         return any(command.started_by or command.program in LAUNCHERS for command in self.commands)
+
+    @functools.cached_property
+    def submits(self) -> bool:
+        """Whether the script submits jobs, or writes their scripts."""
+        return self.writes or any(command.program in SUBMITS for command in self.commands)
 
     @functools.cached_property
     def passed(self) -> frozenset[str]:
@@ -254,7 +274,7 @@ class ParsedScript:
 
 
 # Options of the shell, as `set` and the first line give them.
-ERREXIT, NOUNSET, PIPEFAIL = r"-[a-z]*e|errexit", r"-[a-z]*u|nounset", "pipefail"
+ERREXIT, NOUNSET, PIPEFAIL = r"-[a-zA-Z]*e|errexit", r"-[a-zA-Z]*u|nounset", "pipefail"
 
 
 def option_set(script: ParsedScript, pattern: str) -> bool:
@@ -318,6 +338,8 @@ def read_script(text: str, schedulers: Mapping[str, ScriptFacts]) -> ParsedScrip
         values,
         writes=writes,
         documents=tuple(written),
+        texts=frozenset(line for first, last, _ in reader.documents for line in range(first, last + 1)),
+        blocks=tuple(reader.blocks),
         late=tuple(row[1:] for row in late),
         template=any(_GAP.search(lines[row[1] - 1]) for row in found)
         or any(_filled_in(lines[one.line - 1], assigned) for one in commands if one.line < last),

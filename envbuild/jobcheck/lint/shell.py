@@ -24,6 +24,10 @@ _PLACEHOLDER = re.compile(r"<[A-Za-z][\w-]*(?: [A-Za-z][\w-]*){0,4}>")
 _ANSI_C = re.compile(r"\$'([^'\\]*+(?:\\.[^'\\]*+)*+)'", re.DOTALL)
 _DEEPEST_EXPANSION = 16
 _BEFORE_COMMAND = frozenset(["for", "if", "elif", "while", "until", "then", "else", "do", "!", "{", "time"])
+_BLOCKS = {"for": "done", "select": "done", "while": "done", "until": "done", "if": "fi", "case": "esac", "{": "}"}
+_BEFORE_BLOCK = frozenset(
+    ["if", "elif", "while", "until", "then", "else", "do", "!", "{", "time", "function", "done", "fi", "esac", "}"]
+)
 _REDIRECTION = re.compile(r"(?:\d*|&)(?:>>|>\||>&|<&|<<<|<>|>|<)(?:&?\d+-?)?")
 WORDS = {name: frozenset(words) for name, words in load_table("job_words").items()}
 LAUNCHERS = WORDS["launchers"].union(LAUNCHER_NAMES)
@@ -51,7 +55,7 @@ class Reader:
     left for this shell, and the others are not commands of this script. `deep` counts the expansions and arrays around
     the position; deeper than _DEEPEST_EXPANSION, they are text. `comments` are the lines of the comments that
     were read, and `documents` the first and last lines of here-documents, with whether the shell leaves their text as
-    it is.
+    it is. `blocks` are the compound commands and quotes that are open at the position, each with its line.
     """
 
     text: str
@@ -62,6 +66,7 @@ class Reader:
     pending: list[tuple[str, bool, bool]] = field(default_factory=list)
     comments: set[int] = field(default_factory=set)
     documents: list[tuple[int, int, bool]] = field(default_factory=list)
+    blocks: list[tuple[str, int]] = field(default_factory=list)
 
     def take(self, size: int = 1) -> str:
         piece = self.text[self.at : self.at + size]
@@ -71,17 +76,17 @@ class Reader:
 
     def closing(self, opening: str, closing: str, deep: int = 0) -> str:
         """Return the text up to the `closing` that matches the `opening` before this position, and skip past it."""
-        start, depth = self.at, 1
+        start, depth, begun = self.at, 1, self.line
         while self.at < len(self.text):
             here = self.text[self.at]
             if here == "\\":
                 self.take(2)
                 continue
-            if here == "'" and opening != '"':
+            if here == "'" and opening not in '"`':
                 self.take()
                 while self.at < len(self.text) and self.text[self.at] != "'":
                     self.take()
-            elif here == '"' and opening != '"':
+            elif here == '"' and opening not in '"`':
                 self.take()
                 while self.at < len(self.text) and self.text[self.at] != '"':
                     if deep < _DEEPEST_EXPANSION and self.text.startswith("$(", self.at):
@@ -97,8 +102,27 @@ class Reader:
                 depth += 1
             self.take()
         inside = self.text[start : self.at]
-        self.take()
+        self.ends(f"${opening}", begun)
         return inside
+
+    def ends(self, opening: str, begun: int) -> None:
+        """Skip the character that ends what `opening` began in line `begun`; at the end of the text there is none."""
+        if self.at >= len(self.text):
+            self.blocks.append((opening, begun))
+        self.take()
+
+    def nest(self, begun: int, words: list[tuple[str, bool]]) -> None:
+        """Record the compound commands that a simple command in line `begun` opens and closes."""
+        for number, (word, _) in enumerate(words):
+            if word in _BLOCKS:
+                self.blocks.append((word, begun))
+            elif word in _BLOCKS.values():
+                if not self.blocks or _BLOCKS.get(self.blocks[-1][0]) != word:
+                    self.blocks.append((word, begun))
+                    return
+                self.blocks.pop()
+            if word not in _BEFORE_BLOCK and not (words[0][0] == "function" and number < 2):
+                return
 
 
 def simple_command(
@@ -189,10 +213,11 @@ def _word(reader: Reader, subs: list[tuple[int, str]]) -> tuple[str, bool]:
                 break
             break
         if here == "'":
+            begun = reader.line
             reader.take()
             end = reader.text.find("'", reader.at)
             out.append(reader.take((end if end >= 0 else len(reader.text)) - reader.at))
-            reader.take()
+            reader.ends("'", begun)
             quoted = True
         elif here == '"':
             reader.take()
@@ -220,7 +245,7 @@ def _escaped(reader: Reader) -> bool:
 
 def _double(reader: Reader, subs: list[tuple[int, str]], quote: str = '"') -> str:
     """Return the text in double quotes, or, with an empty `quote`, in a here-document; `\\$` stays unchanged."""
-    out = []
+    out, begun = [], reader.line
     while reader.at < len(reader.text) and reader.text[reader.at] != quote:
         here = reader.text[reader.at]
         if here == "\\" and not _escaped(reader):
@@ -230,7 +255,8 @@ def _double(reader: Reader, subs: list[tuple[int, str]], quote: str = '"') -> st
             out.append("" if gone else piece if piece in f"{quote}\\`" else f"\\{piece}")
         else:
             out.append(_expansion(reader, subs) if here in "$`\\" else reader.take())
-    reader.take()
+    if quote:
+        reader.ends(quote, begun)
     return "".join(out)
 
 
@@ -344,6 +370,8 @@ def _commands(reader: Reader, place: _CommandPlace) -> Iterator[Command]:
     while reader.at < len(reader.text):
         begun = reader.line
         words, subs, bodies, end = simple_command(reader)
+        if not place.depth:
+            reader.nest(begun, words)
         if end in ("|", "&") and reader.text[reader.at : reader.at + 1] in (end, "&"):
             end += reader.take()
         if (

@@ -12,11 +12,8 @@ from typing import Literal
 
 from envbuild.jobcheck.lint.directives import option_values
 from envbuild.jobcheck.lint.launch import TRAINS
-from envbuild.jobcheck.lint.rendezvous import (
-    GIVEN,
-    sets_elsewhere,
-)
-from envbuild.jobcheck.lint.script import NOUNSET, Found, ParsedScript, option_set
+from envbuild.jobcheck.lint.rendezvous import GIVEN, sets_elsewhere
+from envbuild.jobcheck.lint.script import ERREXIT, NOUNSET, Found, ParsedScript, option_set
 from envbuild.jobcheck.lint.shell import WORDS
 
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
@@ -34,27 +31,23 @@ _MARKER = re.compile(r"#([A-Z]{3,7}) +(-\S+)")
 _MARKERS = frozenset(["SBATCH", "PBS", "BSUB"])
 _SORTED = frozenset("".join(sorted(name)) for name in (*_MARKERS, "SBTCH", "SBACH", "SBATH", "SBATC", "SSBATCH"))
 _WITHOUT_NAME = re.compile(r"#(--(?:gres|gpus|gpus-per-node|gpus-per-task)=\S+)")
-_ANGLES = re.compile(
-    r"<[A-Za-z][\w -]{0,60}>|\{\{ ?(?!id|name|jobid)[A-Za-z][\w .-]{0,60}\}\}"
-    r"|(?<![${])\{(?:\d{1,2}\. ?)?(?![a-z_]+\})[A-Za-z][a-zA-Z_ -]{2,60}\}"
-    r"|\[(?:replace|your|insert|fill in)\b[\w @.-]{0,60}\]"
+_GAPS, _WORDS, _BARE_WORDS, _NAMES, _MAILS = (
+    re.compile("|".join(sorted(WORDS[f"{name}_placeholders"])))
+    for name in ("line", "word", "number", "directive", "address")
 )
-_ACCOUNT = re.compile(r"[a-z]{0,8}x{5,}|X|X{3,}|[Yy]our[_-]\w+|[Mm]y[_-](?:account|partition|project)")
-_PATH = re.compile(
-    r"(?:^|[^-])/path/to/|^/your/|^path/to/|^path_to_\w|(?:^|/)PATH_TO_[A-Z]|^[Yy]our[_A-Z-]\w+$"
-    r"|<(?:your|path|my)[ \w-]{1,60}>"
-    r"|\{\{ ?(?:your|path|my)[ \w.-]{0,60}\}\}"
-    r"|(?<!\$)\{\d{1,2}\. ?[A-Za-z]|(?<!\$)\{(?:your|path_to)[_ -][\w -]{1,60}\}"
-)
-_LAST_ANGLES = re.compile(r"^[^#'\"]*\s(<[A-Za-z][\w -]{1,60}>)\s*$|^\s*(?:export )?\w+=(<[A-Za-z][^<>\n]{1,80}>)")
-_PRINTS = frozenset(["echo", "printf", ":", "cat"])
+_PRINTS = frozenset(["echo", "printf", ":", "cat", "[", "[[", "test", "read", "grep"])
+# A default in ${DATA:-/path/to/data} or a usage in ${1:?usage …} is no fault: users set DATA.
+_EXAMPLES = re.compile(r":[-?]|\b(?:mktemp|awk|jq|perl|sed|grep|read|usage)\b")
 _MOST = 50  # values of a variable that are looked at
+_LONGEST = 200  # characters of a word with a placeholder
+# Directives whose values are names.
+_NAMED = (("--account", "-A", "-P"), ("--partition", "-p"), ("--qos", "-q"), ("--nodelist", "-w"), ("--reservation",))
+_OTHER_SHELL = re.compile(r"#!.*(?:csh|fish|zsh|ksh)\b")
 _DECLARES = re.compile(r"\b(?:declare|typeset|local|readonly)\s")
 _DOLLAR = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
 _PREFIX = re.compile(r"[A-Z_][A-Z0-9_]*=")
 _HELD = re.compile(r"\$\{?(\w+)(?:\[[@*]\])?\}?")
 _OPERATOR = re.compile(r"(?<=[\w\"'/.-]) (\|&?|&&|2>&1|&?>>?) (?=[\w\"'/$.|])")
-_CSH = re.compile(r"\s*set\s+([A-Z][A-Z_]*=\S+)\s*$")
 _WARNINGS = frozenset(["USR1", "USR2", "10", "12"])
 _LOOPS = re.compile(r"\b(?:for|select|(?:read|mapfile|readarray)(?: -\w{1,9}){0,3}|getopts \S{1,99}) (\w+)")
 _COMMENTED = re.compile(r"^[ \t]*#+[ \t]*(?:export[ \t]+)?([A-Z][A-Z0-9_]{3,})=", re.MULTILINE)
@@ -68,7 +61,7 @@ _UNSEEN = re.compile("[\u00a0\u200b-\u200d\u2060\ufeff]")
 _HELPERS = re.compile(r"die|usage|(?:show|print)_(?:help|usage)|error_exit|fatal")
 # Variables that are read. Those in upper case may come from the environment: they are compared only with names that
 # differ in underscores.
-_READ = re.compile(r"(?<!\\)\$(?:([a-z][a-z0-9_]*|[A-Z][A-Z0-9_]*)\b|\{([a-z][a-z0-9_]*|[A-Z][A-Z0-9_]*)\})")
+_READ = re.compile(r"(?<!\\)\$(?:([a-z][a-z0-9_]*|[A-Z]\w*)\b|\{([a-z][a-z0-9_]*|[A-Z]\w*)\})")
 _TOLD = re.compile(r"(?<![\w${\\-])[a-z][a-z0-9_]*")
 # Variables that programs read, and schedulers do not set.
 _OF_PROGRAMS = re.compile(r"(?:NCCL|GLOO|TORCH)_\w+|MASTER_(?:ADDR|PORT)|CUDA_(?:DEVICE_ORDER|LAUNCH_BLOCKING)")
@@ -95,6 +88,12 @@ def of_directives(script: ParsedScript) -> Iterator[Found]:
             harms = strict and name in script.values and not re.match(r"--(?:output|error)\b|-[oe]$", words[0])
             label = _LABELS.match("".join(words[:1]))
             yield Found("directive-variable", line, name, level="" if harms and not label else "warning")
+    for line, words in script.directives if script.kind == "slurm" else ():
+        option = words[0].partition("=")[0].lstrip("-") if words[:1] and words[0].startswith("--") else ""
+        if re.fullmatch(r"[a-z-]{2,30}", option) and not any(
+            name.startswith(option) for name in WORDS["sbatch_options"]
+        ):
+            yield Found("option-unknown", line, f"--{option}")
     last = max((command.line for command in script.commands), default=0)
     for line, words in script.late:  # some keep directives for later at the end
         doubtful = line > last or _LABELS.match(words[0]) is not None
@@ -157,11 +156,8 @@ def of_shell(script: ParsedScript) -> Iterator[Found]:
 
 def of_lines(script: ParsedScript) -> Iterator[Found]:
     """Find settings that a script lacks."""
-    if script.kind != "shell" or script.launches:
-        options = [word for c in script.commands if c.words[:1] == ("set",) for word in c.words[1:]]
-        options += script.lines[0].split()[1:] if script.lines[0].startswith("#!") else []
-        if not any(re.match(r"-[a-z]*e", word) or word == "errexit" for word in options):
-            yield Found("error-ignored", 1)
+    if (script.kind != "shell" or script.launches) and not option_set(script, ERREXIT):
+        yield Found("error-ignored", 1)
     real = [launch for launch in script.launches if not launch.command.file]
     if real and "OMP_NUM_THREADS" not in script.text:
         yield Found("threads", real[0].command.line)
@@ -195,20 +191,33 @@ def of_comments(script: ParsedScript) -> Iterator[Found]:
 def of_placeholders(script: ParsedScript) -> Iterator[Found]:
     """Find placeholder names of a guide that the user has not replaced."""
     for line, words in script.directives:
-        accounts = [*option_values(words, ("--account", "-A", "--partition", "-p", "--qos", "-q"))]
-        found = _ANGLES.findall(" ".join(words)) + [one for one in accounts if _ACCOUNT.fullmatch(one)]
-        yield from (Found("placeholder", line, word) for word in found[:1])
+        text = " ".join(words)
+        given = [text for option in _NAMED for text in option_values(words, option)]
+        gaps = [match[0] for match in (_GAPS.search(f" {text} "), _MAILS.search(text)) if match]
+        found = [*gaps, *(word for word in given if _NAMES.fullmatch(word) or _WORDS.search(word))]
+        yield from (Found("placeholder", line, word.strip()) for word in found[:1])
+    for number, text in script.told:
+        if (match := _GAPS.search(text)) and not _EXAMPLES.search(text):
+            yield Found("placeholder", number, match[match.lastindex or 0].strip())
     for command in script.commands:
-        # The default in ${DATA:-/path/to/data} is no fault: users set DATA.
-        paths = [word for word in command.texts if _PATH.search(word) and ":-" not in word]
-        # As the last word, it is a syntax error: > without a file.
-        if angles := _LAST_ANGLES.search(script.lines[command.line - 1]):
-            paths = [angles[1] or angles[2]]
+        if command.file or command.program in _PRINTS or command.program in _QUOTES - {"python"}:
+            continue
+        texts = [text for text in command.texts if not _EXAMPLES.search(text)]
+        found = [text for text in texts if len(text) < _LONGEST and (_WORDS.search(text) or _MAILS.search(text))]
+        if match := _BARE_WORDS.search(" ".join(texts)):
+            found.append(match[0])
         if command.program == "cd" and re.fullmatch(r"[A-Z]+(?:_[A-Z]+)+", "".join(command.words[1:])):
-            paths = [command.words[1]]
-        if paths and not command.file and command.program not in _PRINTS:
-            yield Found("placeholder", command.line, paths[0])
-            return
+            found.append(command.words[1])
+        for text in found[:1]:
+            yield Found("placeholder", script.where(text, command.line), text)
+
+
+def of_blocks(script: ParsedScript) -> Iterator[Found]:
+    """Find compound commands and quotes that nothing closes, so that the shell refuses the script."""
+    first = "".join(script.lines[:1])
+    shell = (script.kind != "shell" or first.startswith("#!")) and not _OTHER_SHELL.match(first)
+    for opening, line in script.blocks[-1:] if shell else ():
+        yield Found("syntax-error", line, opening.replace("{", "a brace"))
 
 
 def of_assignments(script: ParsedScript) -> Iterator[Found]:
@@ -241,23 +250,12 @@ def of_assignments(script: ParsedScript) -> Iterator[Found]:
             command.file or command.started_by or command.words[0] in ("test", "let", "expr", "alias", "set")
         ):
             yield Found("assignment-malformed", command.line, f"{command.words[0]} =")
-    for number, line in enumerate(script.lines if script.directives else (), 1):
-        if match := _CSH.match(line):
-            yield Found("assignment-set", number, match[1])
 
 
 def _started(words: tuple[str, ...]) -> str:
     """Return the program that a launcher starts: the first word that is neither an option nor an option's value."""
     pairs = pairwise(words)
     return next((two for one, two in pairs if two[:1] != "-" and (one[:1] != "-" or "=" in one)), "")
-
-
-def of_conflicts(script: ParsedScript) -> Iterator[Found]:
-    """Find conflict markers of an unfinished merge."""
-    starts = [number for number, line in enumerate(script.lines, 1) if line.startswith("<<<<<<< ")]
-    ends = [number for number, line in enumerate(script.lines, 1) if line.startswith(">>>>>>> ")]
-    if starts and ends and "=======" in script.lines[starts[0] : ends[-1]]:
-        yield Found("merge-conflict", starts[0], script.lines[starts[0] - 1][:20])
 
 
 def of_operators(script: ParsedScript) -> Iterator[Found]:
@@ -299,7 +297,7 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
         return
     defined = {command.function for command in script.commands}
     elsewhere = sets_elsewhere(script)
-    told = set(_TOLD.findall("\n".join(line for line in script.lines if not line.lstrip().startswith("#"))))
+    told = set(_TOLD.findall(script.code))
     others = {name.lower() for name in script.values} - script.values.keys() - told
     squeezed = {name.replace("_", "").rstrip("S"): name for name in script.values if name.isupper()}
     commented = set(_COMMENTED.findall(script.text)) - set(script.values)
@@ -329,12 +327,28 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
                 continue
             similar = squeezed.get(read.replace("_", "").rstrip("S"), read)
             unset = not (elsewhere or read in script.values or read in seen or GIVEN.fullmatch(read))
-            if unset and read.isupper() and read not in (own, similar) and len(read) > 3:
+            other = read.isupper() and read not in (own, similar) and len(read) > 3
+            other |= read[-1] == "_" and read.rstrip("_") in script.values  # $START_$END
+            if unset and other:
                 seen.add(read)
                 yield Found("variable-case", script.where(match[0], command.line), read)
             elif read in others and own.lower() != read and not read.endswith("_proxy"):
                 others.remove(read)
                 yield Found("variable-case", script.where(match[0], command.line), read)
+            elif unset and len(read) > 4 and read not in told and not _FROM_OUTSIDE.match(read) and own != read:
+                seen.add(read)
+                alike = [name for name in script.values if _is_misspelt(read, name)]
+                level: Literal["warning", "hint"] = "warning" if alike and read.islower() else "hint"
+                yield Found("variable-unset", script.where(match[0], command.line), read, level=level)
+
+
+def _is_misspelt(one: str, two: str) -> bool:
+    """Return whether two names differ in a letter, or in one that the longer has."""
+    if len(one) == len(two):
+        pairs = [(a, b) for a, b in zip(one, two, strict=True) if a != b]
+        return len(pairs) == 1 and "".join(pairs[0]).isalpha()
+    short, long = sorted((one, two), key=len)
+    return any(short == long[:at] + long[at + 1 :] and long[at].isalpha() for at in range(len(long)))
 
 
 def _in_word(name: str, texts: tuple[str, ...]) -> bool:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from envbuild.jobcheck.lint.launch import ASKS, is_plain_training, starts_training
 from envbuild.jobcheck.lint.script import ERREXIT, PIPEFAIL, Found, ParsedScript, option_set
-from envbuild.jobcheck.lint.shell import LAUNCHERS, Command
+from envbuild.jobcheck.lint.shell import LAUNCHERS, SUBMITS, WORDS, Command
 
 # A server's jobs end with their time; jswait has the exit code of what it waits for.
 _ENDS_WITH = re.compile(r"jswait\b|sleep (?:\d{4,}|\d+[hd]|inf)")
@@ -32,6 +32,9 @@ _RUNS = re.compile(r"\btorchrun\b|-m torch\.distributed\.(?:run|launch)\b|^(?:ac
 _STARTS_RANKS = re.compile(
     r"\b(?:torchrun|torch\.distributed\.\w+|deepspeed|accelerate launch|srun|mpirun|mpiexec|jsrun) "
 )
+_ASKED = re.compile(r"^\s*(?:if|elif|while|until|for|case)\b|\$\?|PIPESTATUS")
+_BRANCH = re.compile(r"^\s*(?:else|elif|esac|;;)|\$\?|\|\||PIPESTATUS", re.MULTILINE)
+_OPTION = re.compile(r"-|\W?$|[A-Za-z_]\w*=")
 _TEED = re.compile(r"\b(?:python[\d.]*|torchrun|deepspeed|accelerate) [^|]{1,4000}\|&? *tee\b[^|;&]*$")
 _CHECKS = re.compile(r"\$\?|\|\||&&|\b(?:exit|break|wait|trap|PIPESTATUS)\b|&$", re.MULTILINE)
 
@@ -42,22 +45,15 @@ def of_status(script: ParsedScript) -> Iterator[Found]:
         list(_outer_status(script))
         or list(_inner_status(script))
         or list(_loop_status(script))
-        or _first_of_two(script)
+        or list(_first_of_two(script))
+        or _last_step(script)
     )
 
 
 def _outer_status(script: ParsedScript) -> Iterator[Found]:
     stops, pipes = option_set(script, ERREXIT), option_set(script, PIPEFAIL)
-    top = [
-        command
-        for command in script.commands
-        if not (command.started_by or command.function or command.file or command.per_node or command.captured)
-    ]
+    top = _here(script)
     at = max((number for number, one in enumerate(top) if starts_training(one) or _kept(script, one)), default=-1)
-    if at < 0 and script.gpus:  # what only messages follow is the training, whatever its name
-        shells = ("bash", "sh")
-        scripts = (n for n, one in enumerate(top) if (one.program in shells and one.words[1:]) or _starts_file(one))
-        at = max((n for n in scripts if all(command.program in _MESSAGES for command in top[n + 1 :])), default=-1)
     if at < 0 or (script.kind == "shell" and not (script.launches or script.everywhere)):
         return
     others = [one for one in top[:at] if one.background and one.words[:2] == top[at].words[:2]]
@@ -95,7 +91,12 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
         if re.match(r"\s*wait [^|&;\n]+(?:;\s*|\n\s*)done\s*(?:#.*)?\s*\Z", rest):
             yield Found("status-lost", last.line, "the last of several wait")
         return
-    if last is None or (last.program == "wait" and last.words[1:]) or _ENDS_WITH.match(" ".join(last.words)):
+    if (
+        last is None
+        or (last.program in SUBMITS and script.texts)
+        or (last.program == "wait" and last.words[1:])
+        or _ENDS_WITH.match(" ".join(last.words))
+    ):
         return
     if "=" in last.program or last.program.startswith("-"):  # an option that is not continued
         return
@@ -117,8 +118,52 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
         yield Found("status-lost", last.line, last.program, level="hint" if said else "")
 
 
-def _starts_file(command: Command) -> bool:
-    return "".join(command.words[:1]).startswith("./") and command.program.endswith(".sh")
+def _here(script: ParsedScript) -> list[Command]:
+    """Return the commands of the script's own shell, outside of functions."""
+    return [
+        command
+        for command in script.commands
+        if not (command.started_by or command.function or command.file or command.per_node or command.captured)
+    ]
+
+
+def _last_step(script: ParsedScript) -> Iterator[Found]:
+    """Find programs of any name, the last ones of a script, whose exit code a message or a pipe hides."""
+    rows = [one for one in _here(script) if one.words and not _ASKED.search(script.lines[one.line - 1])]
+    exits = (n for n, one in enumerate(rows, 1) if re.match(r"exit\b", script.lines[one.line - 1]))
+    rows = rows[: next(exits, len(rows))]
+    by_hand = script.kind == "shell" and not (script.launches or any(map(is_plain_training, rows)))
+    if by_hand or option_set(script, ERREXIT) or script.submits or any(one.program == "trap" for one in rows):
+        return
+    defined: dict[str, list[Command]] = {}
+    for command in script.commands:
+        if command.function and command.words and not command.captured:
+            defined.setdefault(command.function, []).append(command)
+    works = [n for n, one in enumerate(rows) if any(map(_is_work, defined.get(one.program, [one])))]
+    if not works:
+        return
+    step, after = rows[works[-1]], rows[works[-1] + 1 :]
+    inside = [one for one in defined.get(step.program, []) if not _ASKED.search(script.lines[one.line - 1])]
+    behind = [one for n, one in enumerate(inside) if any(map(_is_work, inside[:n]))]
+    told = after or (behind if behind and not _is_work(behind[-1]) else [])
+    between = "\n".join(script.lines[(step if after else inside[0]).line - 1 : told[-1].line]) if told else ""
+    ends = [one for one in told if one.program in ("exit", "return")]
+    kept = bool(_BRANCH.search(between)) or any(one.words[1:2] not in ((), ("0",)) or len(told) == 1 for one in ends)
+    batch: Literal["", "hint"] = "" if script.facts and (script.gpus or script.trains) and after else "hint"
+    kept |= step.background or step.end in ("&&", "||") or (step.end in ("|", "|&") and option_set(script, PIPEFAIL))
+    if told and not kept:
+        yield Found("status-lost", told[-1].line, told[-1].program, level=batch)
+
+
+def _is_work(command: Command) -> bool:
+    """Return whether a command may be what the job is for."""
+    text = " ".join(command.words)
+    known = command.program in WORDS["helpers"] | ASKS | _MESSAGES or command.words[1:2] in (("-c",), ("--version",))
+    known |= _OPTION.match(text) is not None or _FIRST_STEPS.search(command.program) is not None
+    runs = (
+        command.program == "eval" and len(command.words) == 2 and command.words[1].startswith("$") and "$(" not in text
+    )
+    return runs or not known
 
 
 def _tells(script: ParsedScript, handler: str) -> bool:
@@ -176,14 +221,14 @@ def _loop_status(script: ParsedScript) -> Iterator[Found]:
     steps = [
         command for command in script.commands if not (command.file or command.function) and _in_loop(script, command)
     ]
-    if not steps or script.kind == "shell" or steps[-1].background or option_set(script, ERREXIT):
+    if not steps or steps[-1].background or option_set(script, ERREXIT):
         return
     line = steps[-1].line
     loops = [number for number, text in enumerate(script.lines[:line], 1) if _LOOP.match(text)]
     before, rest = "\n".join(script.lines[(loops or [line])[-1] : line - 1]), "\n".join(script.lines[line - 1 :])
     inside = re.search(r"\bdone\b", before) is None and re.search(r"^\s*done\b", rest, re.MULTILINE) is not None
     if loops and inside and not _CHECKS.search(f"{before}\n{rest}"):
-        yield Found("status-lost", line, "the loop's last run")
+        yield Found("status-lost", line, "the loop's last run", level="hint" if script.kind == "shell" else "")
 
 
 def _in_loop(script: ParsedScript, command: Command) -> bool:
@@ -194,12 +239,11 @@ def _in_loop(script: ParsedScript, command: Command) -> bool:
 
 def _first_of_two(script: ParsedScript) -> Iterator[Found]:
     """Find runs whose exit code is lost, because another run follows them."""
-    if script.kind == "shell":
-        return
     runs = [command for command in script.commands if _is_run(script, command)]
     piped = [command for command in runs if command.end in ("|", "|&") and not option_set(script, PIPEFAIL)]
+    by_hand: Literal["", "hint"] = "hint" if script.kind == "shell" else ""
     if piped and not _CHECKS.search("\n".join(script.lines[piped[0].line : piped[0].line + 3])):
-        yield Found("status-lost", piped[0].line, "the program behind the pipe")
+        yield Found("status-lost", piped[0].line, "the program behind the pipe", level=by_hand)
         return
     if option_set(script, ERREXIT):
         return
@@ -207,8 +251,9 @@ def _first_of_two(script: ParsedScript) -> Iterator[Found]:
     for one, two in pairwise(programs):
         between = "\n".join(script.lines[one.line - 1 : two.line])
         parted = re.search(r"^\s*(?:else|elif|fi|esac|done|;;|\))", between, re.MULTILINE) or _CHECKS.search(between)
-        if one.end in ("\n", ";") and not parted and one in runs:
-            yield Found("status-lost", one.line, f"the run in line {two.line}")
+        if one.end in ("\n", ";") and not parted:
+            level = by_hand if one in runs else "hint"
+            yield Found("status-lost", one.line, f"the run in line {two.line}", level=level)
             return
 
 
