@@ -842,7 +842,7 @@ _QUOTED = "[rank0]: Last error:"
             [
                 'OCI runtime create failed: runc create failed: unable to start container process: exec: "torchrun": executable file not found in $PATH: unknown'
             ],
-            "step-program",
+            "container-program",
         ),
         (
             [
@@ -882,7 +882,7 @@ _QUOTED = "[rank0]: Last error:"
             [
                 'Error: failed to create containerd task: failed to create shim task: OCI runtime create failed: runc create failed: unable to start container process: exec: "python": executable file not found in $PATH: unknown'
             ],
-            "step-program",
+            "container-program",
         ),
         (
             [
@@ -1093,7 +1093,7 @@ def test_the_cause_of_other_programs_words(lines: list[str], cause: str) -> None
         ("RuntimeError: Missing key in checkpoint state_dict: optimizer.state.0.step.", "optimizer-differs"),
         (
             "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False.",
-            "no-gpu",
+            "checkpoint-device",
         ),
         (
             "RuntimeError: Attempting to deserialize object on CUDA device 1 but torch.cuda.device_count() is 1.",
@@ -1767,7 +1767,7 @@ def test_no_cause_hides_behind_a_consequence() -> None:
         (["exec /opt/env/bin/python: exec format error"], "wrong-architecture"),
         (["ModuleNotFoundError: No module named 'torch'", "task 0: Out Of Memory"], "no-module"),
         (["/bin/sh: 1: torchrun: not found"], "program-missing"),
-        (["enroot-switchroot: failed to execute: /bin/bash: No such file or directory"], "step-program"),
+        (["enroot-switchroot: failed to execute: /bin/bash: No such file or directory"], "container-program"),
         (["pyxis:     [ERROR] Invalid image format: /fsx/a.sqsh"], "squashfs-broken"),
         (
             ["pyxis:     [ERROR] No such file or directory: /fsx/a.sqsh", "pyxis: couldn't start container"],
@@ -2051,7 +2051,7 @@ def test_a_claim_says_no_more_than_the_line() -> None:
         ("BlockingIOError: [Errno 11] Resource temporarily unavailable", "", "process"),
         (
             "n1:1:1 [0] NCCL WARN Error while creating shared memory segment /dev/shm/nccl-a (size 9), error: No such file or directory (2)",
-            "nccl-report",
+            "nccl-segment",
             "room",
         ),
         ("Out of memory: Killed process 12 (python3) total-vm:9kB", "kernel-memory", "limit"),
@@ -2164,6 +2164,106 @@ def test_a_cause_names_what_its_line_proves(line: str, words: str) -> None:
 )
 def test_the_names_in_a_checkpoint_tell_whether_its_model_was_wrapped(keys: list[str], says: str) -> None:
     assert says in diagnose([("log", keys)], load_rules()).findings[0].cause
+
+
+@pytest.mark.parametrize(
+    ("lines", "rule", "words"),
+    [
+        (
+            [
+                "sbatch: error: Memory specification can not be satisfied",
+                "sbatch: error: Batch job submission failed: Requested node configuration is not available",
+            ],
+            "submission-refused",
+            "Memory specification",
+        ),
+        (
+            ["srun: error: Task launch for StepId=9.0 failed on node n4: Invalid job credential"],
+            "job-credential",
+            "(n4): Invalid",
+        ),
+        (
+            ["pyxis: importing docker image: belt.sqsh", "slurmstepd: error: pyxis: failed to import docker image"],
+            "pyxis-file-name",
+            "belt.sqsh",
+        ),
+        (
+            ["pyxis: importing docker image: lab/belt:1", "slurmstepd: error: pyxis: failed to import docker image"],
+            "pyxis-quiet",
+            "do not say why",
+        ),
+        (
+            ["enroot-switchroot: failed to execute: /opt/belt: Permission denied"],
+            "container-program",
+            "/opt/belt: Permission denied",
+        ),
+        (["F belt.cc:9] Check failed: err == cudaSuccess (209 vs. 0)"], "gpu-architecture", "no code"),
+        (["F belt.cc:9] Check failed: err == cudaSuccess (2 vs. 0)"], "gpu-memory", "full"),
+        (["F belt.cc:9] Check failed: err == hipSuccess (100 vs. 0)"], "no-gpu", "no GPU"),
+        (["F belt.cc:9] Check failed: err == hipSuccess (101 vs. 0)"], "gpu-ordinal", "number"),
+        (["F belt.cc:9] Check failed: err == cudaSuccess (4 vs. 0)"], "check-failed", "(4 vs. 0)"),
+        (
+            ["x.cu:1: y: block: [1,0,0], thread: [2,0,0] Assertion `t >= 0 && t < n_classes` failed."],
+            "label-range",
+            "label",
+        ),
+        (
+            ["x/IndexKernel.cu:1: y: block: [1,0,0], thread: [2,0,0] Assertion `-sizes[i] <= index` failed."],
+            "table-index",
+            "index",
+        ),
+        (
+            ["[rank: 3] Child process with PID 9 terminated with code 2. Forcefully terminating all other"],
+            "rank-failed",
+            "code 2",
+        ),
+    ],
+)
+def test_a_reason_in_another_line_or_a_number_is_read(lines: list[str], rule: str, words: str) -> None:
+    found = diagnose([("log", lines)], load_rules()).findings[0]
+    assert found.id == rule and words in found.cause
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (
+            [
+                '{"msg":"Traceback (most recent call last):\\n  File \\"/w/a.py\\", line 2\\nBeltError: 3 mm","level":"error"}'
+            ],
+            "BeltError: 3 mm",
+        ),
+        (["forrtl: severe (29): file not found, unit 7"], "file not found, unit 7"),
+        (["thread 'main' panicked at src/belt.rs:4:5:", "belt is loose"], "belt is loose"),
+        (["the belt is unreachable", "FAILED: done at Mon Jan  5 04:36:42 2026"], "the belt is unreachable"),
+    ],
+)
+def test_words_of_other_loggers_and_languages(lines: list[str], words: str) -> None:
+    found = diagnose([("log", lines)], load_rules())
+    assert found.verdict == "program"
+    assert any(words in one.text for one in found.exception)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "WARNING [_ops.py:20] Failed to import from belt._C with ModuleNotFoundError(\"No module named 'belt._C'\")",
+        "W tensorflow/dso_loader.cc:64] Could not load dynamic library 'libcudart.so.11.0'; dlerror: x",
+        "x.py:128: UserWarning: CUDA initialization: CUDA unknown error - this may be due to a setting",
+        "/bin/sh: 1: gcc: not found",
+    ],
+)
+def test_what_a_program_survived_is_no_cause_of_its_exception(line: str) -> None:
+    found = diagnose([("log", [line, *_TRACEBACK])], load_rules())
+    assert found.verdict == "program"
+    assert {one.kind for one in found.findings} <= {"symptom"}
+    # Without that exception, the line is all that there is.
+    assert diagnose([("log", [line])], load_rules()).verdict == "cause"
+
+
+def test_a_traceback_right_behind_an_error_of_another_process_is_read() -> None:
+    lines = ["WARN could not import: ImportError('belt')", *(f"ERROR [core.py:5] {line}" for line in _TRACEBACK)]
+    assert exception(*lines)[-1].startswith("ERROR [core.py:5] ")
 
 
 @pytest.mark.parametrize(

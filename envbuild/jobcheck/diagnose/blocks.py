@@ -64,7 +64,9 @@ _BETWEEN = 3
 NAMED_EXCEPTION = re.compile(
     r"\b(?<!raise )[A-Z]\w{0,80}(?:Error|Exception|NotFound|Refused|Expired|Failure)\b(?::(?: \S|\s*$)|\([\"'])"
 )
-WARNING = re.compile(r"\b[A-Z]\w{0,80}Warning: ")
+# An exception, or a command that the shell does not find.
+SURVIVED = re.compile(rf"{NAMED_EXCEPTION.pattern}|(?<!module)(?<! ml): (?:command )?not found\s*$")
+WARNING = re.compile(r"\b[A-Z]\w{0,80}Warning: |\bWARN(?:ING)?\b|(?:^|\s)\[?W(?:\d{4})? |: W \w+/")
 _ABORTED = re.compile(
     r"\bwhat\(\): +\S|libuv\.h:\d{1,6}\] uv_\w+: |: Assertion [`'\"].{1,300}['\"`] failed|panicked at "
 )
@@ -74,6 +76,7 @@ _OF_COMPILERS = re.compile(
 )
 _ERROR_LINE = re.compile(
     r"\b(?:FATAL|[Ff]atal|[Ee]rror|ERROR|panic)(?:\]?: ?|  ?: |  +\[|\]? (?=[A-Z]))\S|NCCL WARN \S|^Memory access fault"
+    r"|\bforrtl: (?:severe|error) "
 )
 _REFUSAL = re.compile(
     r"^(?!.*(?:[Ww]arn|WARN|errno: 97 )).*\b(?:[Uu]nable to|[Cc]annot|[Cc]ould not|[Cc]ouldn't|[Cc]an't|[Ff]ailed to"
@@ -88,7 +91,8 @@ _MENTION = re.compile(
 _OF_LAUNCHERS = re.compile(
     r"ChildFailedError|^\S+ FAILED$|failed \(exitcode|srun: error: |CANCELLED AT|\berror_file: |: ?None$"
     r"|\bframe #\d|MPI_ABORT was invoked|Failed to invoke spank plugin stack|Job step aborted|Unable to register cu\w+"
-    r"|Exception ignored in|non-zero exit code\. Per user-direction|FAILED with no error file"
+    r"|^\W*(?:FAILED|ERROR|Failed)\b\W*(?:(?:done )?(?:at|on)\b.{0,60})?$"
+    r"|\(ignored\)\s*$|Exception ignored in|non-zero exit code\. Per user-direction|FAILED with no error file"
 )
 # Each line that decides contains one of these.
 SIGNS = (
@@ -96,7 +100,18 @@ SIGNS = (
     *("undefined reference to ", "cannot find -l", "exiting", "borting", "borted", "not found", "not supported"),
     *("must be", "must not", "nable to", "cannot ", "Cannot ", "ould not", "ouldn't", "can't ", "Can't ", "imed out"),
     *("NCCL WARN", "Memory access fault", "not permitted", "denied", "Denied", "efused", "No such", "nreachable"),
-    *("current state is", "has no attribute '", BOXED, "FAILED", "failed", "Failed", "crashed", "Crashed", "libuv.h"),
+    *(
+        "forrtl: ",
+        "current state is",
+        "has no attribute '",
+        BOXED,
+        "FAILED",
+        "failed",
+        "Failed",
+        "crashed",
+        "Crashed",
+        "libuv.h",
+    ),
 )
 RULE = "-" * 74
 # Longer ones are no message, but lines between two tables.
@@ -212,7 +227,9 @@ class Exceptions:
         if self.best.weight == Weight.ENDED and not (self._after and self._after.led):
             self._open.clear()
             return
-        if BEGIN in plain:
+        # A record in JSON holds a whole traceback in one line.
+        whole = f"{BEGIN}:\\n" in plain
+        if BEGIN in plain and not whole:
             self._begin(plain, before, order)
         elif plain and not self._go_on(line, before, plain, order, marks) and self.best.weight < Weight.ENDED:
             self._decide(line, plain, order, marks)
@@ -228,6 +245,8 @@ class Exceptions:
         elif header := _HEADER.search(prefix):
             one.name = header["name"]
             prefix = prefix[: header.start()]
+        if self._after and prefix != self._after.prefix and self.best.weight < Weight.ENDED:
+            self._after = None
         if self._after is None or prefix == self._after.prefix:
             self._open[prefix] = one
             self._begun = order
@@ -312,6 +331,8 @@ class Exceptions:
         """Replace the best message by a line outside of tracebacks with a higher weight."""
         if _OF_LAUNCHERS.search(plain):
             return
+        # Line ends of text in JSON: an exception begins behind one.
+        plain = plain.replace("\\n", " \n")
         for weight, regex in _DECISIVE:
             if weight < self.best.weight:
                 return

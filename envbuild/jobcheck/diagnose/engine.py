@@ -23,9 +23,9 @@ from envbuild.base.masking import redact
 from envbuild.jobcheck.diagnose.blocks import (
     BEGIN,
     FRAME,
-    NAMED_EXCEPTION,
     RULE,
     SIGNS,
+    SURVIVED,
     WARNING,
     Exceptions,
     HelpBlock,
@@ -406,7 +406,10 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Diagnosi
     shown = (
         () if course.passed(words.order) else tuple(_evidence(line, words.at) for line in (*words.lines, *words.led))
     )
-    if held and (held[0][0].kind == "cause" or held[0][0].rank > _CONSEQUENCE):
+    if shown:
+        held = [_without_claim(rule, found, words) for rule, found in held]
+        held.sort(key=lambda one: (KINDS.index(one[1][1].kind), -one[0].rank, one[1][0]))
+    if held and (held[0][1][1].kind == "cause" or held[0][0].rank > _CONSEQUENCE):
         explains = [n for n, (rule, _) in enumerate(held) if words.marks.intersection((*rule.any, *rule.all))]
         if shown and explains:
             rule, (order, finding) = held[explains[0]]
@@ -416,19 +419,34 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Diagnosi
     return Diagnosis(reader.total, tuple(finding for _, (_, finding) in held), shown, last)
 
 
+def _without_claim(
+    rule: DiagnosisRule, found: tuple[int, DiagnosisFinding], words: Words
+) -> tuple[DiagnosisRule, tuple[int, DiagnosisFinding]]:
+    """Return a cause as a symptom if the program survived it, and ended with an exception that no rule explains.
+
+    Programs continue after warnings, and often after lines of a rule that `passes`, such as the exception of an
+    optional import, or a command of the shell that is not there.
+    """
+    order, finding = found
+    explained = words.marks.intersection((*rule.any, *rule.all))
+    if rule.kind != "cause" or explained or words.weight != Weight.ENDED or order >= words.order:
+        return rule, found
+    regex = SURVIVED if rule.passes else WARNING
+    survived = all(regex.search(evidence.text) or WARNING.search(evidence.text) for evidence in finding.evidence)
+    return rule, (order, replace(finding, kind="symptom") if survived else finding)
+
+
 def _comes_before(rule: DiagnosisRule, found: tuple[int, DiagnosisFinding], words: Words) -> bool:
     """Return whether a cause explains more than the program's error message `words`, which no rule explains.
 
-    Programs continue after warnings, and often after lines of a rule that `passes`, such as the exception of an
-    optional import. After any other cause, a program's message is a consequence of it.
+    After a cause, a program's message is a consequence of it.
     """
     order, finding = found
-    later = order < words.order
-    if rule.kind == "cause" and rule.rank > _ROOT:
-        regex = NAMED_EXCEPTION if rule.passes else WARNING
-        survived = all(regex.search(evidence.text) or WARNING.search(evidence.text) for evidence in finding.evidence)
-        return not (survived and later and words.weight == Weight.ENDED)
-    return words.weight < Weight.NAMED or (later and not rule.passes)
+    if finding.kind == "cause" and rule.rank > _ROOT:
+        return True
+    if finding.kind != rule.kind:
+        return False
+    return words.weight < Weight.NAMED or (order < words.order and not rule.passes)
 
 
 def _with_words(finding: DiagnosisFinding, words: tuple[Evidence, ...]) -> DiagnosisFinding:
