@@ -9,7 +9,7 @@ from envbuild.base.errors import LockError
 from envbuild.base.progress import Log
 from envbuild.compat.stack import Stack, stack_of
 from envbuild.layers.requested import requested_layers
-from envbuild.lock.base import image_lock
+from envbuild.lock.base import has_base, image_lock
 from envbuild.lock.format import Lock
 from envbuild.lock.lifecycle import LockKind, LockState
 from envbuild.lock.wheels import wheel_lock
@@ -24,12 +24,14 @@ PARTS = ("wheels", "image", "conda")
 def needed_locks(loaded: LoadedRecipe, target: Target, parts: Collection[str] = PARTS) -> list[LockKind[Any]]:
     """Return the locks in `parts` that builds of any kind need.
 
-    Without a current one, a build resolves first, or fails if it runs with --locked.
+    Without a current one, a build resolves first, or fails if it runs with --locked. A Python that no Debian release
+    has cannot be in an image; its image lock is only among those of the part "image" alone.
     """
     lock_kinds: list[LockKind[Any]] = []
     if loaded.has_wheels(target):
         lock_kinds += wheel_locks(loaded, target)
-    lock_kinds.append(image_lock(loaded, target))
+    if has_base(loaded.recipe) or "wheels" not in parts:
+        lock_kinds.append(image_lock(loaded, target))
     image = loaded.recipe.image
     # Other images have no compilers for source layers.
     compiles = image.base == "debian" or image.build_base

@@ -131,8 +131,8 @@ def report_import(made: ImportedRecipe) -> Iterator[str]:
     python, debian = str(draft.data["python"]), suites_by_python()
     if python not in debian and draft.data.get("environment") != "conda" and "base" not in draft.data.get("image", {}):
         yield (
-            f"note: Debian has no Python {python} for images: `envbuild lock {draft.name} --wheels` locks all that"
-            f" `envbuild venv` needs; for images choose {' or '.join(debian)}, or a `base` in [image]"
+            f"note: Debian has no Python {python} for images: `envbuild venv` needs none; for images choose"
+            f" {' or '.join(debian)}, or a `base` in [image]"
         )
     packages = [
         statement.text for statement in draft.carried if statement.kind in ("requirement", "pin", "conda", "conda-pin")

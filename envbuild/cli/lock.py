@@ -27,8 +27,10 @@ from envbuild.cli.common import (
     show,
     with_options,
 )
+from envbuild.debian.defaults import suites_by_python
 from envbuild.environment import Environment
 from envbuild.lock.advisories import LockChange, UpgradeReport, VerifiedUpgrade, audit
+from envbuild.lock.base import has_base
 from envbuild.lock.conda import CondaLock, environment_text, explicit_text, export_name, pip_entries
 from envbuild.lock.conda_format import part_of, render
 from envbuild.lock.conda_kind import check_has_conda, conda_lock, resolve_pip
@@ -280,6 +282,13 @@ class LockRun:
 
     def lock_images(self, loaded: LoadedRecipe, target: Target) -> None:
         """Update each lock of the target's images that is missing, stale or to be upgraded."""
+        if "wheels" in self.parts and not has_base(loaded.recipe):
+            known = " and ".join(suites_by_python())
+            log(
+                f"note: no lock for images: Debian has Python {known}, not {loaded.recipe.python}; for images choose"
+                " one of these as `python`, or a `base` in [image]"
+            )
+            return
         for kind in needed_locks(loaded, target, ("image",)):
             with self.kept():
                 state = kind.inspect()

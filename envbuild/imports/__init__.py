@@ -25,7 +25,7 @@ from envbuild.imports.lock_files import is_environment, read_installed, read_pip
 from envbuild.imports.pip_files import read_requirements
 from envbuild.imports.pyproject import builds_package, read_pyproject
 from envbuild.imports.signs import gpu_signs
-from envbuild.imports.statement import UNUSUAL_FILE, Statement, lost, text_of
+from envbuild.imports.statement import UNREAD_LINE, UNUSUAL_FILE, Statement, lost, text_of
 
 
 def _read_text(path: Path) -> Iterator[Statement]:
@@ -83,6 +83,8 @@ def read_source(path: Path, groups: Collection[str] = (), recipe: Path = _RECIPE
 def _read_file(path: Path, groups: Collection[str]) -> Iterator[Statement]:
     reader = FORMATS[_format(path.name)][1]
     yield from reader(path, groups) if reader is read_toml_lock else reader(path)
+    named = lost(f"file name: {path.name}", str(path), "a name of files for GPUs")
+    yield from [named] if gpu_signs([named]) else []
 
 
 def _read_folder(path: Path, groups: Collection[str], recipe: Path) -> Iterator[Statement]:
@@ -94,18 +96,33 @@ def _read_folder(path: Path, groups: Collection[str], recipe: Path) -> Iterator[
         known = f"known: {', '.join(FORMATS)}; name the file"
         raise UsageError(f"{path}: contains no file of a known format", "; ".join(hints) or known)
     for name in names:
-        yield from _read_file(path / name, groups)
+        try:
+            yield from list(_read_file(path / name, groups))
+        except UsageError as error:  # an old lock beside the project's own file
+            if not name.endswith(".lock") or "pyproject.toml" not in names:
+                raise
+            yield lost(name, str(path / name), f"{error.message}; the versions are those of pyproject.toml")
+    if (path / ".python-version").is_file():
+        yield from _python_version(path / ".python-version")
     for name, (_, holds, replaces) in _CONVERTED.items():
         text = text_of(path / name) if name in present and replaces not in present else ""
         if re.search(holds, text, re.MULTILINE):
             yield lost(name, str(path / name), _hint(name))
-            yield from _signs_in(path / name, text, _hint(name))
+            yield from _signs_in(path / name, text, UNREAD_LINE)
     for name in present:
         if _NAMED_ONLY.search(name) and name not in names:
             yield lost(name, str(path / name), UNUSUAL_FILE)
             yield from _signs_in(path / name, text_of(path / name), UNUSUAL_FILE)
     if "pyproject.toml" in names and builds_package(path / "pyproject.toml"):
         yield Statement("project", os.path.relpath(path, recipe), str(path / "pyproject.toml"))
+
+
+def _python_version(path: Path) -> Iterator[Statement]:
+    """Yield the Python that a .python-version of pyenv or uv names: the first one."""
+    for number, line in enumerate(text_of(path).split("\n"), 1):
+        if match := re.fullmatch(r"(?:cpython-|python)?(3\.\d+)(?:\.\d+)?(?:[-+]\S*)?", line.strip()):
+            yield Statement("python", f"=={match[1]}.*", f"{path}:{number}")
+            return
 
 
 def _signs_in(path: Path, text: str, reason: str) -> Iterator[Statement]:

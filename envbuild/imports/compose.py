@@ -9,12 +9,10 @@ from typing import Any
 
 from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
 from packaging.requirements import Requirement
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from envbuild.base.masking import is_secret, masked_text
 from envbuild.base.text import normalise
 from envbuild.base.toml import nearest
-from envbuild.data import load_table
 from envbuild.imports.signs import (
     ELSEWHERE,
     elsewhere_note,
@@ -32,16 +30,19 @@ from envbuild.imports.statement import (
     OWN_NAME,
     UNUSED_INDEX,
     Draft,
+    Lose,
     Statement,
+    always_on_linux,
     for_linux,
     linux_places,
+    python_version,
+    split_extras,
 )
 from envbuild.recipe import checks
 from envbuild.recipe.checks import reference_of
 from envbuild.recipe.model import PYTHONS
 from envbuild.recipe.targets import ARCHES, Target, accelerator_of, host_arch, torch_index
 
-Lose = Callable[[Statement, str], None]
 _PLATFORMS = {"linux-64": "x86_64", "linux-aarch64": "aarch64"}
 # The channels that conda's `defaults` stands for on Linux (conda's documentation, "Managing channels").
 _DEFAULTS = ("https://repo.anaconda.com/pkgs/main", "https://repo.anaconda.com/pkgs/r")
@@ -81,7 +82,17 @@ _CHECKS: Mapping[str, Callable[[str], str | None]] = {
 _CONDA = ("conda", "conda-pin")
 # In PyTorch's indexes, builds for accelerators that no target has.
 _OTHER_TAGS = ("xpu", "hpu", "npu")
+_OTHER_ARCH = f"for another architecture: envbuild builds for {' and '.join(ARCHES)}"
 _NO_TARGET = "of an accelerator for which envbuild has no target"
+_OTHER_BASE = "a package of another base image: name the one that Debian has for it in `packages` of [image]"
+# Images of Debian, whose packages a recipe's images may have; an image of a stage that they do not contain counts not.
+_DEBIAN = re.compile(
+    r"(?:[\w.-]+/)*(?:debian|python|buildpack-deps|slim|pypy)(?=[:@]|$)(?!\S*(?:alpine|ubuntu))"
+    r"|(?:docker\.io/)?(?:continuumio/|mambaorg/micromamba|jupyter/)(?!\S*(?:jammy|focal|noble|cuda))"
+    r"|ghcr\.io/astral-sh/uv:(?!\S*alpine)|mcr\.microsoft\.com/(?:vscode/)?devcontainers/(?:base:debian|python|anaconda|miniconda)"
+)
+# Packages of which PyTorch's indexes have builds for each accelerator.
+_PYTORCH = re.compile(r"torch(?:vision|audio|text|data)?(?![\w.-])")
 
 
 def compose(
@@ -109,7 +120,7 @@ def compose(
     def of(*kinds: str, arch: str = "") -> list[str]:
         return list(dict.fromkeys(e.text for e in kept if e.kind in kinds and _PLATFORMS.get(e.platform, "") == arch))
 
-    given = _once(statements)
+    given = _once(map(_without_extras, statements))
     chosen = {normalise(group) for group in groups}
     known = {normalise(group): group for statement in given for group in statement.group.split()}
     for group in dict.fromkeys(groups):
@@ -138,7 +149,7 @@ def compose(
             lose(statement, f"no target is for {tag}: choose with --target" if accelerator_of(tag) else _NO_TARGET)
         elif statement.kind == "channel" and not is_conda:
             lose(statement, "no conda package is in the sources")
-    python = _python(kept, lose, preferred)
+    python = python_version(kept, given, lose, preferred)
     pins = _pins(kept, python, targets, lose)
     named, limits = _merged(kept, "requirement"), _merged(kept, "constraint")
     addresses = {one: pins.pop(one) for one, pin in list(pins.items()) if pin.url}
@@ -171,7 +182,8 @@ def compose(
     common = [text for found in named.values() for text in found]
     tables: dict[str, dict[str, Any]] = {}
     for one in targets:
-        indexes = [url for url in [*of("index"), *of("index", arch=one.arch)] if _tag_of(url) in ("", one.accelerator)]
+        own = dict.fromkeys([*of("index"), *of("index", arch=one.arch)])
+        indexes = [url for url in own if _tag_of(url) in ("", one.accelerator)]
         indexes.sort(key=lambda url: not _tag_of(url))
         # Where PyTorch has no index for a build that the sources pin, it is in theirs.
         if not is_conda and needs_index(one, indexes) and (is_published(one.accelerator) or not indexes):
@@ -196,7 +208,11 @@ def compose(
             lose(statement, "its requirements name packages of its workspace, which an index would replace")
         else:
             data["project"] = {"path": statement.text}
-    data |= _filled(fabric="".join(of("fabric"))) | {"targets": tables} | _filled(image=_image(kept, lose, is_conda))
+    data |= (
+        _filled(fabric="".join(of("fabric")))
+        | {"targets": tables}
+        | _filled(image=_image(kept, tuple(gone), lose, is_conda))
+    )
     notes = [gpu_note(signs, targets, chosen_tags)]
     if not notes[0] and signed != chosen_tags and tags == {*chosen_tags}:
         notes.append(published_note(signs, signed, targets))
@@ -231,6 +247,17 @@ def _by_use(
         elif not is_out:
             elsewhere.append(statement)
     return here, left_out, elsewhere
+
+
+def _without_extras(statement: Statement) -> Statement:
+    """Return the statement with the extras in its marker as its groups."""
+    text, semicolon, marker = statement.text.partition(";")
+    if statement.kind not in _REQUIREMENTS or not semicolon:
+        return statement
+    rest, names = split_extras(marker.strip())
+    if not names and rest == marker.strip():
+        return statement
+    return replace(statement, text=f"{text.strip()} ; {rest}" if rest else text.strip(), group=statement.group or names)
 
 
 def _left_out(statement: Statement, groups: set[str]) -> bool:
@@ -271,38 +298,17 @@ def _problem(statement: Statement, groups: set[str]) -> str | None:
     if not for_linux(marker):
         other = re.search(r"sys_platform|platform_system|platform_machine|os_name", marker)
         return OTHER_SYSTEM if other else f"not for Python {PYTHONS[0]} to {PYTHONS[-1]}"
+    tags = _LOCAL.findall(statement.text) if statement.kind in _REQUIREMENTS else ()
+    if any(tag in _OTHER_TAGS for tag in tags) and not _PYTORCH.match(statement.text):
+        return _NO_TARGET
     if statement.text.count(".") > 63:
         return "has more dots than envbuild's reader of TOML accepts"
     problem = _CHECKS[statement.kind](statement.text) if statement.kind in _CHECKS else None
     if problem is None and statement.kind in _FORMS and not re.fullmatch(_FORMS[statement.kind], statement.text):
-        return OTHER_SYSTEM if statement.kind == "platform" else f"a recipe accepts {_FORMS[statement.kind]} only"
+        if statement.kind == "platform":
+            return _OTHER_ARCH if statement.text.startswith("linux") else OTHER_SYSTEM
+        return f"a recipe accepts {_FORMS[statement.kind]} only"
     return problem
-
-
-def _python(kept: Collection[Statement], lose: Lose, preferred: str) -> str:
-    """Return a Python that all specifiers accept: the `preferred` one, else the first of `pythons`."""
-    accepted = pythons()
-    for statement in [
-        statement for statement in kept if statement.kind == "python" or re.match(r"python \d", statement.text)
-    ]:
-        try:
-            specifiers = SpecifierSet(re.sub(r"^python (\d+\.\d+).*", r"==\1.*", statement.text))
-            # Any patch release counts: ">=3.11.4" accepts 3.11.
-            fitting = [one for one in accepted if any(f"{one}.{patch}" in specifiers for patch in range(40))]
-        except (InvalidSpecifier, ValueError):
-            fitting = []
-        if not fitting:
-            lose(statement, f"no Python of {PYTHONS[0]} to {PYTHONS[-1]} that the other sources accept too")
-        accepted = fitting or accepted
-    return preferred if preferred in accepted else accepted[0]
-
-
-def pythons() -> list[str]:
-    """Return the Pythons in order of preference: first Debian's, which images use, then the others."""
-    packages = " ".join(name for suite in load_table("debian")["suites"].values() for name in suite["python"])
-    usual = PYTHONS.index("3.11")
-    newer_first = [*PYTHONS[usual:], *reversed(PYTHONS[:usual])]
-    return sorted(newer_first, key=lambda python: f"python{python}-" not in packages)
 
 
 def _tag(statement: Statement) -> str:
@@ -381,11 +387,15 @@ def _merged(kept: Collection[Statement], kind: str) -> dict[str, list[str]]:
     merged: dict[str, list[str]] = {}
     for name, several in found.items():
         plain = [one for one in several if one.marker is None]
+        if plain:  # a marker that is true on each Linux adds nothing to the others
+            plain = [one for one in several if one.marker is None or always_on_linux(str(one.marker))]
         extras = {extra for one in plain for extra in one.extras}
         parts = [str(part) for one in plain for part in one.specifier]
         direct = next((f" @ {one.url}" for one in plain if one.url), "")  # it decides the version
         merged[name] = [_joined(plain[0].name, extras, [direct] if direct else parts)] if plain else []
-        merged[name] += dict.fromkeys(str(one) for one in several if one.marker is not None)
+        merged[name] += dict.fromkeys(str(one) for one in several if one not in plain)
+        if plain and any(set(one.extras) - extras for one in several):  # a constraint brings no extra
+            merged[name][0] += f' ; python_version >= "{PYTHONS[0]}"'
     return merged
 
 
@@ -419,7 +429,7 @@ def needs_index(target: Target, indexes: Iterable[str]) -> bool:
 
 def differs(name: str, texts: Collection[str]) -> bool:
     """Return whether the builds of a package, whose requirements are `texts`, differ by accelerator."""
-    local = any(accelerator_of(tag) for text in texts for tag in _LOCAL.findall(text))
+    local = any(accelerator_of(tag) or tag in _OTHER_TAGS for text in texts for tag in _LOCAL.findall(text))
     return (name == "torch" or local) and " @ " not in "".join(texts)
 
 
@@ -440,9 +450,12 @@ def built_for(text: str, pin: Requirement | None, target: Target, old: str = "")
     return _joined(wanted.name, wanted.extras, built) + (f" ; {wanted.marker}" if wanted.marker else "")
 
 
-def _image(kept: Collection[Statement], lose: Lose, is_conda: bool) -> dict[str, Any]:
+def _image(kept: Collection[Statement], gone: Collection[Statement], lose: Lose, is_conda: bool) -> dict[str, Any]:
     """Return the [image] table."""
     image: dict[str, Any] = {}
+    # Debian's packages have other names and versions than those of Ubuntu, ROS and NVIDIA's images.
+    bases = [one.text.removeprefix("FROM ") for one in (*kept, *gone) if one.kind == "base" or one.text[:5] == "FROM "]
+    others = [one for one in bases if not _DEBIAN.match(one)]
     for statement in sorted(kept, key=lambda one: one.kind == "package"):  # after the base
         name, _, value = statement.text.partition("=")
         if statement.kind in ("base", "workdir"):
@@ -451,8 +464,8 @@ def _image(kept: Collection[Statement], lose: Lose, is_conda: bool) -> dict[str,
             else:
                 image[statement.kind] = statement.text
         elif statement.kind == "package":
-            if "base" in image:
-                lose(statement, "the image has another base than Debian")
+            if "base" in image or others:
+                lose(statement, _OTHER_BASE if others else "the image has another base than Debian")
             else:
                 image.setdefault("packages", []).append(statement.text)
         elif statement.kind == "env":

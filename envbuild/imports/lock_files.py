@@ -1,7 +1,7 @@
 """Readers of locks of Python packages: uv.lock, pylock.toml (PEP 751), poetry.lock and Pipfile.lock.
 
 Sources: docs.astral.sh/uv, "Lockfile" (version 1); packaging.python.org, "pylock.toml specification" (lock-version
-1.0); poetry's `poetry.lock` (lock-version 2.x); Pipfile.lock's `pipfile-spec` 6. Other versions are refused.
+1.0); poetry's `poetry.lock` (lock-version 1.0 to 2.x); Pipfile.lock's `pipfile-spec` 6. Other versions are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from envbuild.base.errors import UsageError
 from envbuild.base.files import parse_json, read_small
 from envbuild.base.packages import CHANNEL_ALIAS
 from envbuild.base.text import normalise
-from envbuild.base.toml import list_at, read, table_at, value_at
+from envbuild.base.toml import Document, list_at, read, table_at, value_at
 from envbuild.contract.conda_meta import is_conda
 from envbuild.imports.pip_files import HASHES, poetry_specifier
 from envbuild.imports.statement import (
@@ -32,6 +32,7 @@ from envbuild.imports.statement import (
     git_address,
     linux_places,
     lost,
+    python_of,
     text_of,
 )
 from envbuild.inspect.facts import PythonPackage
@@ -44,7 +45,7 @@ from envbuild.run_environment import load_environment
 _FORMATS = {
     "uv.lock": (("version",), "1", "package"),
     "pylock.toml": (("lock-version",), r"1\.0", "packages"),
-    "poetry.lock": (("metadata", "lock-version"), r"2\.[0-9]+", "package"),
+    "poetry.lock": (("metadata", "lock-version"), r"(?:1\.[01]|2\.[0-9]+)", "package"),
 }
 _ELSEWHERE = {"git", "url", "path", "directory", "vcs", "archive", "file", "virtual", "editable"}
 _REMOTE = {"git", "url", "vcs", "archive"}
@@ -74,7 +75,7 @@ def read_toml_lock(path: Path, groups: Collection[str] = ()) -> Iterator[Stateme
         if _is_own(row):
             yield from _own(row, at)
             continue
-        names = [str(one) for one in list_at(row, "groups") or ["main"]]
+        names = [str(one) for one in list_at(row, "groups") or [row.get("category", "main")]]  # poetry 1: category
         group = "" if "main" in names and not row.get("optional") else " ".join(names)
         use = uses.get(number, _Use(group))
         if use.reason:
@@ -94,7 +95,26 @@ def read_toml_lock(path: Path, groups: Collection[str] = ()) -> Iterator[Stateme
                 seen.add((registry, group))
                 is_pytorch = "/whl/" in registry or any(map(accelerator_of, registry.split("/")[3:]))
                 yield Statement("index", registry, at, group) if is_pytorch else lost(registry, at, INDEX, group)
+    yield from _manifest(document)
     yield lost("url, hash, size", str(path), HASHES)
+
+
+def _manifest(document: Document) -> Iterator[Statement]:
+    """Yield the overrides and constraints of a uv.lock, and the Pythons for which it is.
+
+    Source: docs.astral.sh/uv, "Lockfile", [manifest] and supported-markers.
+    """
+    for key, kind in (("overrides", "override"), ("constraints", "constraint")):
+        place = document.where("manifest", key)
+        for one in map(table_at, list_at(document.data, "manifest", key)):
+            if _ELSEWHERE & one.keys():
+                yield lost(one, place, SOURCE)
+                continue
+            extras = ",".join(map(str, list_at(one, "extras")))
+            text = f"{one.get('name')}{f'[{extras}]' if extras else ''}{one.get('specifier', '')}"
+            yield Statement(kind, f"{text} ; {one['marker']}" if one.get("marker") else text, place)
+    markers = [str(one) for one in list_at(document.data, "supported-markers")]
+    yield from python_of(markers, document.where("supported-markers"))
 
 
 @dataclass(frozen=True, slots=True)

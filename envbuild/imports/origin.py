@@ -22,8 +22,8 @@ from envbuild.base.text import normalise
 from envbuild.base.toml import Document, Keys, list_at, parse_toml, read, table_at, table_text
 from envbuild.environment import Environment
 from envbuild.imports import read_source
-from envbuild.imports.compose import compose, pythons
-from envbuild.imports.statement import Draft, Statement, recipe_name
+from envbuild.imports.compose import compose
+from envbuild.imports.statement import Draft, Statement, pythons, recipe_name
 from envbuild.imports.toml_edit import delete_value, rewrite, set_value
 from envbuild.interpreter import HostPython
 from envbuild.lock.offers import Offers, allowed_releases, reachable

@@ -18,9 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.base.errors import UsageError
+from envbuild.base.text import normalise
 from envbuild.base.toml import list_at
 from envbuild.data import load_table
-from envbuild.imports.statement import SOURCE, TOOL, Statement, for_linux, git_address, lost, text_of
+from envbuild.imports.statement import (
+    SOURCE,
+    TOOL,
+    Statement,
+    for_linux,
+    git_address,
+    lost,
+    split_extras,
+    text_of,
+)
 from envbuild.lock.format import logical_lines
 from envbuild.recipe.targets import accelerator_of
 
@@ -171,10 +181,13 @@ def _split(text: str) -> list[str]:
 
 
 def _named(text: str) -> str:
-    """Return `NAME @ URL` for a URL with pip's old `egg=NAME`; return any other text unchanged."""
+    """Return `NAME @ URL` for a URL of a wheel, or with pip's old `egg=NAME`; return any other text unchanged."""
     address, _, fragment = text.partition("#")
     pairs = {key: value for key, _, value in (one.partition("=") for one in fragment.split("&"))}
     name = pairs.pop("egg", "")
+    wheel = re.match(r"\w[\w+.-]*://\S*/([\w.]+)-[^-/\s]+-[^/\s]+\.whl(?=[\s?]|$)", address)
+    if not name and wheel:
+        name = normalise(wheel[1])
     if not name or "://" not in address or re.match(r"[\w.-]+\s*(\[[^]]*\]\s*)?@", address):
         return text
     rest = "&".join(f"{key}={value}" for key, value in pairs.items())
@@ -190,6 +203,8 @@ def poetry_requirement(name: str, about: dict[str, Any], place: str, group: str)
     version = poetry_specifier(str(about.get("version", "*")))
     if address := git_address(about):
         version = f" @ {address}"
+    if about.get("source") == "pypi":
+        about = {key: value for key, value in about.items() if key != "source"}
     if {"path", "url", "file"} & about.keys():
         yield lost(f"{name} = {about}", place, SOURCE, group)
     elif version is None:
@@ -204,6 +219,8 @@ def poetry_requirement(name: str, about: dict[str, Any], place: str, group: str)
             operators = {"": "==", "!": "!="}  # poetry writes "!darwin"
             markers += [f'{variable} {operators.get(sign, sign)} "{value.strip()}"' for sign, value in pairs]
         marker = " and ".join(f"({marker})" if " or " in marker else marker for marker in markers)
+        marker, named = split_extras(marker)
+        group = named or group
         text = f"{name}{f'[{extras}]' if extras else ''}{version}{f' ; {marker}' if marker else ''}"
         yield Statement("requirement", text, place, group)
         tag = re.search(r"\+([a-z]+[0-9.]*)$", str(about.get("version", "")).strip())

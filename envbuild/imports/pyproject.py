@@ -22,6 +22,7 @@ from envbuild.imports.pip_files import beside, pip_line, poetry_requirement, poe
 from envbuild.imports.signs import gpu_signs
 from envbuild.imports.statement import (
     BOUND,
+    INDEX,
     OTHER_SYSTEM,
     OWN,
     OWN_NAME,
@@ -33,6 +34,8 @@ from envbuild.imports.statement import (
     git_address,
     linux_places,
     lost,
+    python_of,
+    split_extras,
     texts,
 )
 from envbuild.recipe.checks import requirement_parts
@@ -76,6 +79,7 @@ _READ: tuple[tuple[str, ...], ...] = (
     ("tool", "poetry", "extras"),
     ("tool", "poetry", "group"),
     ("tool", "conda-lock"),
+    ("tool", "pdm", "resolution"),
     ("tool", "pixi"),
 )
 # conda's platforms of the architectures.
@@ -109,6 +113,15 @@ def read_pyproject(path: Path) -> Iterator[Statement]:
             yield from texts(document, (*_HATCH, name, key), "requirement", name)
     yield from texts(document, ("tool", "uv", "constraint-dependencies"), "constraint")
     yield from texts(document, ("tool", "uv", "override-dependencies"), "override")
+    yield from python_of(list(map(str, list_at(data, "tool", "uv", "environments"))), document.where("tool", "uv"))
+    for name, version in table_at(data, "tool", "pdm", "resolution", "overrides").items():
+        text = str(version)
+        override = (
+            f"{name} @ {text}" if "://" in text else f"{name}{text if re.match('[<>=!~]', text) else f'=={text}'}"
+        )
+        yield Statement("override", override, document.where("tool", "pdm", "resolution", "overrides", name))
+    for text in list_at(data, "tool", "pdm", "resolution", "excludes"):
+        yield lost(f"excludes = {text}", document.where("tool", "pdm", "resolution", "excludes"), TOOL)
     yield from _dynamic(document)
     for keys, reason in _LOST.items():
         yield from (replace(statement, reason=reason) for statement in texts(document, keys, "lost"))
@@ -289,9 +302,15 @@ def _indexes(document: Document, keys: tuple[str, ...]) -> Iterator[Statement]:
     for group, about in _poetry_entries(document):
         system = str(about.get("platform", ""))
         marker = f"sys_platform == '{system}'" if re.fullmatch(r"\w+", system) else str(about.get("markers", ""))
-        uses.setdefault(str(about.get("source")), []).append((group, marker))
+        marker, extras = split_extras(marker)
+        uses.setdefault(str(about.get("source")), []).append((extras or group, marker))
     for number, row in enumerate(map(table_at, list_at(document.data, *keys))):
         place, url = document.where(*keys, number), str(row.get("url"))
+        for key in sorted({"include_packages", "exclude_packages"} & row.keys()):  # pdm
+            yield lost(f"{key} = {row[key]}", document.where(*keys, number, key), INDEX)
+        if row.get("type") == "find_links" or row.get("format") == "flat":
+            yield lost(f"find-links {url}", place, "find-links belong to pip's configuration, which envbuild reads")
+            continue
         used = uses.get(str(row.get("name")), [])
         if "exclude-newer" in row:
             yield lost(f"exclude-newer = {row['exclude-newer']}", place, "say it of its URL in [exclude_newer_index]")

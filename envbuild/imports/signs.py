@@ -24,6 +24,7 @@ from envbuild.imports.statement import (
     NOT_IN_IMAGE,
     NOT_TAKEN,
     OTHER_SYSTEM,
+    UNREAD_LINE,
     UNUSED_INDEX,
     UNUSUAL_FILE,
     Statement,
@@ -38,7 +39,7 @@ _MAX_NAME = 80
 _PINS = ("pin", "conda-pin")
 _REQUIREMENTS = ("requirement", "constraint", "pin", "override")
 # Commands that may not run, indexes without packages, files of a folder that are not read: they choose no target.
-_MAYBE = (BRANCH, UNUSED_INDEX, UNUSUAL_FILE)
+_MAYBE = (BRANCH, UNUSED_INDEX, UNUSUAL_FILE, UNREAD_LINE)
 # Statements that say nothing about this environment.
 ELSEWHERE = (OTHER_SYSTEM, NOT_IN_IMAGE, NOT_TAKEN)
 _TORCH = re.compile(r"(?:[\w./-]+::)?(?:torch|pytorch|pytorch-cuda|libtorch)(?![\w-])")

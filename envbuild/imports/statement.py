@@ -1,4 +1,4 @@
-"""Statements of a source file (packages, Python, index …), and the draft of a recipe."""
+"""Statements of a source file (packages, Python, index …), the Python that they choose, and the draft of a recipe."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import codecs
 import functools
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from packaging.markers import InvalidMarker, Marker, UndefinedComparison, UndefinedEnvironmentName
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import InvalidSpecifier, Specifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from envbuild.base.errors import RecipeError, UsageError
 from envbuild.base.files import read_small
 from envbuild.base.text import normalise
 from envbuild.base.toml import Document, list_at, parse_toml, table_at, table_text, value_at
+from envbuild.data import load_table
 from envbuild.recipe.load import LoadedRecipe, decode_recipe
 from envbuild.recipe.model import NAME_PATTERN, PYTHONS
 from envbuild.recipe.targets import ARCHES
@@ -26,6 +30,7 @@ NOT_IN_IMAGE = "of a stage that is not in the final image"
 BRANCH = "in a branch or loop of the shell that envbuild does not evaluate: name what you need with --from"
 NOT_TAKEN = "in a branch of the shell that the values of ARG and ENV do not take"
 UNUSED_INDEX = "an explicit index that no package names"
+UNREAD_LINE = "a line of a file that envbuild does not read"
 UNUSUAL_FILE = "not the usual name, so the import of its folder leaves it out: name it with --from"
 INDEX = "the site decides which index serves a package: name it in pip's configuration, or in `indexes`"
 TOOL = "a setting of that tool, not a package"
@@ -97,6 +102,34 @@ def for_linux(marker: str, places: Iterable[tuple[str, str]] | None = None) -> b
         )
     except (InvalidMarker, UndefinedComparison, UndefinedEnvironmentName):
         return True
+
+
+def always_on_linux(marker: str) -> bool:
+    """Return whether a marker is true on Linux for each architecture and Python."""
+    return all(for_linux(marker, [place]) for place in linux_places())
+
+
+def python_of(markers: Sequence[str], place: str) -> Iterator[Statement]:
+    """Yield the Pythons for which one of `markers` is true on Linux, unless it is true for each."""
+    fitting = [
+        python for python in PYTHONS if any(for_linux(one, [(arch, python) for arch in ARCHES]) for one in markers)
+    ]
+    if fitting and len(fitting) < len(PYTHONS):
+        others = [f"!={one}.*" for one in PYTHONS if one not in fitting]
+        yield Statement("python", ",".join(others), place)
+
+
+def split_extras(marker: str) -> tuple[str, str]:
+    """Return a marker without its clauses about extras, and the extras that it names, separated by blanks.
+
+    A recipe has no extras, so that such a clause would never be true: the extras are the groups of its requirement.
+    """
+    if not re.search(r"\bextra\b", marker):
+        return marker, ""
+    names = re.findall(r"extra == ['\"]([^'\"]+)['\"]", marker)
+    kept, true = _EXTRAS.sub("python_version >= '3'", marker), r"python_version >= '3'"
+    kept = re.sub(rf"(?:^| and ){true}(?=$| and )", "", kept).strip().removeprefix("and ")
+    return kept, " ".join(dict.fromkeys(names))
 
 
 def lost(text: object, place: str, reason: str, group: str = "") -> Statement:
@@ -189,3 +222,98 @@ def recipe_name(text: str) -> str:
     """Return `text` converted to a valid name of a recipe."""
     name = re.sub(r"[^a-z0-9_.-]+", "_", text.lower()).strip("_.-")
     return name if re.fullmatch(NAME_PATTERN, name) else "environment"
+
+
+Lose = Callable[[Statement, str], None]
+# The CPython of a wheel that no other one can install: x-1.0-cp310-cp310-linux_x86_64.whl
+_WHEEL = re.compile(r"/([\w.]+)-[^-/\s]+-cp(3)(\d+)-cp3\d+-[^/\s]*\.whl")
+
+
+def python_version(kept: Collection[Statement], given: Iterable[Statement], lose: Lose, preferred: str) -> str:
+    """Return a Python that all specifiers accept and for which pinned packages have wheels.
+
+    It is the `preferred` one, else the first of `pythons`. `given` are all statements of the sources: files for one
+    Python that a recipe cannot have still tell it.
+    """
+    accepted = pythons()
+    stated = [one for one in kept if one.kind == "python" or re.match(r"python \d", one.text)]
+    # An exact version counts before a range: .python-version before requires-python.
+    for statement in stated:
+        try:
+            specifiers = SpecifierSet(re.sub(r"^python (\d+\.\d+).*", r"==\1.*", statement.text))
+            # Any patch release counts: ">=3.11.4" accepts 3.11.
+            fitting = [one for one in accepted if any(f"{one}.{patch}" in specifiers for patch in range(40))]
+        except (InvalidSpecifier, ValueError):
+            fitting = []
+        if not fitting:
+            lose(statement, f"no Python of {PYTHONS[0]} to {PYTHONS[-1]} that the other sources accept too")
+        accepted = fitting or accepted
+    for fits in (_has_files(given), _has_wheels(kept)):
+        accepted = [one for one in accepted if fits(one)] or accepted
+    return preferred if preferred in accepted else accepted[0]
+
+
+def pythons() -> list[str]:
+    """Return the Pythons in order of preference: first Debian's, which images use, then the others."""
+    packages = " ".join(name for suite in load_table("debian")["suites"].values() for name in suite["python"])
+    usual = PYTHONS.index("3.11")
+    newer_first = [*PYTHONS[usual:], *reversed(PYTHONS[:usual])]
+    return sorted(newer_first, key=lambda python: f"python{python}-" not in packages)
+
+
+def _has_files(given: Iterable[Statement]) -> Callable[[str], bool]:
+    """Return whether a Python can install one wheel at an address of each package that has such wheels."""
+    found: dict[str, set[str]] = {}
+    for statement in given:
+        match = _WHEEL.search(statement.text) if statement.kind in ("requirement", "pin") else None
+        if match and not statement.group:
+            found.setdefault(normalise(match[1]), set()).add(f"{match[2]}.{match[3]}")
+    return lambda python: all(python in known for known in found.values())
+
+
+def _has_wheels(kept: Iterable[Statement]) -> Callable[[str], bool]:
+    """Return whether the versions that the statements accept have a wheel for a Python, by data/wheels.toml.
+
+    A package without a wheel for any of the Pythons that have one does not count.
+    """
+    first: dict[str, dict[str, str]] = load_table("wheels")
+    limits: list[tuple[dict[str, str], Version]] = []
+    for statement in kept:
+        if statement.kind not in ("requirement", "constraint", "pin"):
+            continue
+        try:
+            requirement = Requirement(statement.text)
+        except InvalidRequirement:
+            continue
+        name = normalise(requirement.name)
+        limit = _newest(requirement.specifier)
+        if name in first and limit and not requirement.url and for_linux(str(requirement.marker or "")):
+            limits.append((first[name], limit))
+    return lambda python: (
+        python == PYTHONS[0] or all(python in known and Version(known[python]) <= limit for known, limit in limits)
+    )
+
+
+def _newest(specifiers: Iterable[Specifier]) -> Version | None:
+    """Return a version that is not older than all accepted ones, None without an upper bound."""
+    found = []
+    for one in specifiers:
+        try:
+            release = [*Version(one.version.removesuffix(".*")).release]
+        except InvalidVersion:
+            continue
+        if one.operator in ("==", "===") and not one.version.endswith(".*"):
+            found.append(Version(".".join(map(str, release))))
+        elif one.operator in ("==", "~=", "<", "<="):
+            # The last part of ~= is free, and < excludes its version: 1.24 becomes 1.23.99999.
+            wide = release[:-1] if one.operator == "~=" else release if one.operator != "<" else _before(release)
+            found.append(Version(".".join(map(str, [*wide, *([] if one.operator == "<=" else [99999])]))))
+    return min(found, default=None)
+
+
+def _before(release: Sequence[int]) -> list[int]:
+    """Return the release numbers that precede `release`: 1.24 for 1.24.1, 1.23 for 1.24 and for 1.24.0."""
+    numbers = list(release)
+    while len(numbers) > 1 and numbers[-1] == 0:
+        numbers.pop()
+    return [*numbers[:-1], numbers[-1] - 1] if numbers[-1] else [0]

@@ -40,6 +40,12 @@ def image_lock(recipe: LoadedRecipe, target: Target) -> LockKind[ImageLock]:
     return _base_lock("image", recipe, target, recipe.recipe, recipe.recipe.image.base, file, digest)
 
 
+def has_base(recipe: Recipe) -> bool:
+    """Return whether images of a recipe have a base: an existing image, or a Debian release with its Python."""
+    image, conda = recipe.image, recipe.environment == "conda"
+    return conda or image.base != "debian" or bool(image.suite) or recipe.python in suites_by_python()
+
+
 def builder_lock(recipe: LoadedRecipe, target: Target, sources: Sequence[SourceLayer]) -> LockKind[ImageLock]:
     """Return the LockKind of the builder image for `sources`. Raises UsageError if the recipe has no builder image."""
     image = recipe.recipe.image

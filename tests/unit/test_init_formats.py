@@ -445,7 +445,7 @@ def test_bases(tmp_path: Path, text: str, said: str) -> None:
     [
         ("uv.lock", "version = 2\n", "version 2 of the format uv.lock is not known (known: 1)"),
         ("pylock.toml", 'lock-version = "1.1"\n', "version 1.1 of the format pylock.toml is not known (known: 1.0)"),
-        ("poetry.lock", '[metadata]\nlock-version = "1.1"\n', "version 1.1 of the format poetry.lock"),
+        ("poetry.lock", '[metadata]\nlock-version = "3.0"\n', "version 3.0 of the format poetry.lock"),
         ("Pipfile.lock", '{"_meta": {"pipfile-spec": 5}}', "version 5 of the format Pipfile.lock"),
         ("pixi.lock", "version: 4\n", "version 4 of the format pixi.lock"),
         ("conda-lock.yml", "version: 2\n", "version 2 of the format conda-lock.yml"),

@@ -312,7 +312,7 @@ RUN poetry install --with gpu
         ("pyproject.toml", '[tool.uv.extra-build-dependencies]\nflash-attn = ["torch"]', "] flash-attn = torch (CUDA)"),
         ("pyproject.toml", '[tool.uv.extra-build-variables]\nxformers = {MAX = "1"}', ".xformers] MAX = 1 (CUDA)"),
         ("pyproject.toml", '[tool.uv]\nfind-links = ["https://host.example/whl/cu124"]', "(CUDA 12.4)"),
-        ("pyproject.toml", '[tool.pdm.resolution.overrides]\ncupy-cuda12x = "13"', "cupy-cuda12x = 13 (CUDA 12)"),
+        ("pyproject.toml", '[tool.pdm.resolution.overrides]\ncupy-cuda12x = "13"', "cupy-cuda12x==13 (CUDA 12)"),
         ("pyproject.toml", '[tool.hatch.envs.a.env-vars]\nFORCE_CUDA = "1"', "FORCE_CUDA = 1 (CUDA)"),
         ("pyproject.toml", '[tool.scikit-build.cmake.define]\nGGML_CUDA = "ON"', "GGML_CUDA = ON (CUDA)"),
         (
@@ -343,6 +343,20 @@ def test_the_files_of_a_folder_that_init_does_not_read_are_named(tmp_path: Path)
     assert (
         "name it with --from" in lost["environment-docs.yml"] and "name it with --from" in lost["requirements_gpu.txt"]
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "target", "named"),
+    [
+        ("requirements-cu126.txt", "torch\n", "cu126-x86_64", ""),
+        ("gpu.txt", "rich\n", "cpu-x86_64", "file name: gpu.txt (CUDA)"),
+        ("Dockerfile.cuda", "FROM python:3.11\nRUN pip install rich\n", "cpu-x86_64", "file name: Dockerfile.cuda"),
+        ("requirements.txt", "-r sub/cuda-more.txt\n", "cpu-x86_64", "-r sub/cuda-more.txt (CUDA)"),
+    ],
+)
+def test_the_name_of_a_file_is_a_sign(tmp_path: Path, name: str, text: str, target: str, named: str) -> None:
+    draft, recipe = imported(tmp_path, name, text)
+    assert list(recipe.targets) == [target] and named in draft.warning
 
 
 def test_the_warning_names_each_sign_once(tmp_path: Path) -> None:
@@ -388,6 +402,9 @@ def test_torchs_own_sign_counts_before_those_of_other_packages(tmp_path: Path) -
         ("requirements.txt", "numpy\ntriton-ascend==3.2.0\n", "Ascend NPU"),
         ("requirements.txt", "torch==2.8.0+xpu\n--extra-index-url https://download.pytorch.org/whl/xpu\n", "Intel XPU"),
         ("requirements.txt", "jax[tpu]>=0.4\n", "TPU"),
+        ("requirements.txt", "./own[tpu]\n", "TPU"),
+        ("requirements.txt", "thing[neuronx]>=1\n", "AWS Neuron"),
+        ("Dockerfile", "FROM public.ecr.aws/neuron/pytorch:2\nRUN pip install numpy\n", "AWS Neuron"),
         ("Dockerfile", "FROM mthreads/musa:rc3.1.0-devel\nRUN pip install numpy\n", "Moore Threads MUSA"),
         ("Dockerfile", "FROM intel/oneapi-basekit:2024.2\nRUN pip install numpy\n", "Intel XPU"),
         ("Dockerfile", "FROM intel/extension:2.8-xpu\nRUN pip install numpy\n", "Intel XPU"),
@@ -411,6 +428,14 @@ def test_all_packages_of_pytorch_have_the_targets_local_version(tmp_path: Path) 
     _, recipe = imported(tmp_path, "requirements.txt", text)
     (table,) = recipe.targets.values()
     assert table.requirements == ("torch==2.6.0+cu126", "torchvision==0.21.0+cu126")
+
+
+def test_builds_for_accelerators_without_a_target_change_or_are_listed(tmp_path: Path) -> None:
+    text = "torch==2.8.0+xpu\ntorchaudio==2.8.0+xpu\nintel-thing==2.8.0+xpu\n"
+    draft, recipe = imported(tmp_path, "requirements.txt", text)
+    (table,) = recipe.targets.values()
+    assert table.requirements == ("torch==2.8.0+cpu", "torchaudio==2.8.0+cpu") and recipe.requirements == ()
+    assert {one.text: one.reason for one in draft.lost}["intel-thing==2.8.0+xpu"].startswith("of an accelerator for")
 
 
 def test_torch_that_another_package_requires_comes_from_pytorchs_index(tmp_path: Path) -> None:

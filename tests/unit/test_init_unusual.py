@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from lab.drafts import draft_of
 from uv import find_uv_bin
 
@@ -213,3 +214,165 @@ def test_outputs_of_conda_list(tmp_path: Path) -> None:
     _, recipe = draft_of(tmp_path / "explicit.txt")
     assert recipe.conda.channels == ("conda-forge",)
     assert recipe.targets["cpu-x86_64"].conda == ("tqdm 4.67.1 pyhd8ed1ab_1", "numpy 2.2.6 py311h5d046bc_0")
+
+
+@pytest.mark.parametrize(
+    ("text", "python"),
+    [
+        ("numpy==1.22.4", "3.10"),
+        ("pandas<1.5", "3.10"),
+        ("torch~=1.12.0", "3.10"),
+        ("torch==1.13.1\nscipy==1.11.4", "3.11"),
+        ("scipy==1.7.0", "3.9"),
+        ("numpy==1.22.4 ; sys_platform == 'win32'", "3.11"),
+        ("numpy>=1.22", "3.11"),
+        ("x @ https://host.example/x-1-cp312-cp312-linux_x86_64.whl#sha256=" + 64 * "a", "3.12"),
+        ("https://host.example/x-1-cp310-cp310-linux_x86_64.whl", "3.10"),
+        ("https://host.example/x-1-cp310-cp310-a.whl\nhttps://host.example/x-1-cp311-cp311-a.whl", "3.11"),
+        ("https://host.example/x-1-cp38-abi3-linux_x86_64.whl", "3.11"),
+    ],
+)
+def test_the_python_is_one_for_which_pinned_packages_have_wheels(tmp_path: Path, text: str, python: str) -> None:
+    (tmp_path / "requirements.txt").write_text(f"{text}\n")
+    assert draft_of(tmp_path / "requirements.txt")[1].python == python
+
+
+def test_an_exact_python_counts_more_than_a_missing_wheel(tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text("FROM python:3.12\nRUN pip install numpy==1.22.4\n")
+    assert draft_of(tmp_path / "Dockerfile")[1].python == "3.12"
+
+
+def test_the_python_of_the_projects_tools(tmp_path: Path) -> None:
+    project = '[project]\nname = "a"\nrequires-python = ">=3.9"\ndependencies = ["rich"]\n'
+    (tmp_path / "pyproject.toml").write_text(project)
+    assert draft_of(tmp_path)[1].python == "3.11"
+    (tmp_path / "pyproject.toml").write_text(f"{project}[tool.uv]\nenvironments = [\"python_version < '3.11'\"]\n")
+    assert draft_of(tmp_path)[1].python == "3.10"
+    (tmp_path / ".python-version").write_text("# own\n3.9.18\n3.12\n")
+    assert draft_of(tmp_path)[1].python == "3.9"
+
+
+def test_the_overrides_and_constraints_of_a_uv_lock(tmp_path: Path) -> None:
+    text = """\
+version = 1
+requires-python = ">=3.9"
+supported-markers = ["python_full_version == '3.12.*'"]
+[manifest]
+overrides = [{ name = "one", specifier = ">=2" }, { name = "three", git = "https://host.example/three" }]
+constraints = [{ name = "two", specifier = "<3", marker = "sys_platform == 'linux'" }]
+[[package]]
+name = "a"
+version = "1"
+source = { virtual = "." }
+dependencies = [{ name = "one" }]
+[package.metadata]
+requires-dist = [{ name = "one", specifier = "<2" }]
+[[package]]
+name = "one"
+version = "2.1"
+source = { registry = "https://pypi.org/simple" }
+"""
+    (tmp_path / "uv.lock").write_text(text)
+    draft, recipe = draft_of(tmp_path / "uv.lock")
+    assert recipe.overrides == ("one>=2",) and recipe.requirements == ("one",)
+    assert 'two<3; sys_platform == "linux"' in recipe.constraints and recipe.python == "3.12"
+    assert any("three" in one.text for one in draft.lost)
+
+
+def test_the_extras_of_repeated_requirements_are_merged(tmp_path: Path) -> None:
+    text = "one==1\none[a]; sys_platform != 'darwin'\ntwo\ntwo[b] ; platform_machine == 'x86_64'\n"
+    (tmp_path / "requirements.txt").write_text(text)
+    _, recipe = draft_of(tmp_path / "requirements.txt")
+    assert recipe.requirements == (
+        "one[a]==1",
+        'two ; python_version >= "3.9"',
+        'two[b]; platform_machine == "x86_64"',
+    )
+    assert recipe.constraints == ()
+
+
+def test_extras_in_markers_are_groups(tmp_path: Path) -> None:
+    text = """\
+[project]
+name = "a"
+dependencies = ["rich"]
+[tool.poetry.dependencies]
+one = [
+  { version = "1", markers = "extra == 'slow' and extra != 'fast'" },
+  { version = "2", source = "f", markers = "extra == 'fast' and sys_platform == 'linux'" },
+]
+[[tool.poetry.source]]
+name = "f"
+url = "https://host.example/f"
+priority = "explicit"
+"""
+    (tmp_path / "pyproject.toml").write_text(text)
+    draft, recipe = draft_of(tmp_path / "pyproject.toml")
+    assert recipe.requirements == ("rich",)
+    assert {one.group for one in draft.lost if one.text.startswith("one==")} == {"slow", "fast"}
+    _, recipe = draft_of(tmp_path / "pyproject.toml", groups=("fast",))
+    assert recipe.requirements == ("rich", 'one==2; sys_platform == "linux"')
+    assert recipe.targets["cpu-x86_64"].indexes[-1] == "https://host.example/f"
+
+
+def test_sources_and_resolution_of_pdm(tmp_path: Path) -> None:
+    text = """\
+[project]
+name = "a"
+dependencies = ["one>=1"]
+[tool.pdm.resolution]
+excludes = ["two"]
+overrides = { one = "2.0", three = ">=3" }
+[[tool.pdm.source]]
+type = "find_links"
+url = "https://host.example/links"
+name = "x"
+include_packages = ["one"]
+"""
+    (tmp_path / "pyproject.toml").write_text(text)
+    draft, recipe = draft_of(tmp_path / "pyproject.toml")
+    assert recipe.overrides == ("one==2.0", "three>=3") and recipe.requirements == ("one",)
+    lost = {one.text for one in draft.lost}
+    assert {"excludes = two", "find-links https://host.example/links", "include_packages = ['one']"} <= lost
+
+
+def test_a_poetry_lock_of_version_1_is_read_and_an_unknown_one_is_listed_beside_its_project(tmp_path: Path) -> None:
+    row = '[[package]]\nname = "{0}"\nversion = "1.2"\ncategory = "{1}"\noptional = false\n'
+    text = row.format("one", "main") + row.format("two", "dev") + '[metadata]\nlock-version = "{}"\n'
+    (tmp_path / "pyproject.toml").write_text('[tool.poetry]\nname = "a"\n[tool.poetry.dependencies]\none = "^1.1"\n')
+    (tmp_path / "poetry.lock").write_text(text.replace("{}", "1.1"))
+    draft, recipe = draft_of(tmp_path)
+    assert recipe.requirements == ("one>=1.1,<2",) and recipe.constraints == ("one==1.2",)
+    assert next(one for one in draft.lost if one.text == "two==1.2").group == "dev"
+    (tmp_path / "poetry.lock").write_text(text.replace("{}", "9.1"))
+    draft, recipe = draft_of(tmp_path)
+    assert recipe.constraints == () and "version 9.1 of the format poetry.lock" in draft.lost[0].reason
+
+
+@pytest.mark.parametrize(
+    ("base", "is_debian"),
+    [
+        ("python:3.11-slim-bookworm", True),
+        ("debian:12", True),
+        ("ghcr.io/astral-sh/uv:python3.11-bookworm", True),
+        ("mambaorg/micromamba:2", True),
+        ("ubuntu:24.04", False),
+        ("ros:humble", False),
+        ("nvidia/cuda:12.6.3-devel-ubuntu22.04", False),
+        ("pytorch/pytorch:2.7.1-cuda12.6-cudnn9-runtime", False),
+        ("condaforge/miniforge3", False),
+    ],
+)
+def test_the_debian_packages_of_other_bases_are_listed(tmp_path: Path, base: str, is_debian: bool) -> None:
+    (tmp_path / "Dockerfile").write_text(f"FROM {base}\nRUN apt-get install -y git\nRUN pip install rich\n")
+    draft, recipe = draft_of(tmp_path / "Dockerfile")
+    assert recipe.image.packages == (("git",) if is_debian else ())
+    reasons = {one.text: one.reason for one in draft.lost}
+    assert is_debian or reasons["git"].startswith("a package of another base image")
+
+
+def test_an_architecture_without_a_target_is_no_other_system(tmp_path: Path) -> None:
+    (tmp_path / "environment.yml").write_text("platforms: [linux-64, linux-ppc64le, win-64]\ndependencies: [rich]\n")
+    reasons = {one.text: one.reason for one in draft_of(tmp_path / "environment.yml")[0].lost}
+    assert reasons["linux-ppc64le"].startswith("for another architecture")
+    assert reasons["win-64"].startswith("for another operating system")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lab.wheels import make_recipe
 
 from envbuild.base.errors import LockError
+from envbuild.base.toml import Document
 from envbuild.debian.lock import DebianLock, LockedDeb
 from envbuild.environment import Environment
 from envbuild.image.layer import write_layer
@@ -31,7 +32,8 @@ from envbuild.lock.image import (
     read_image,
     render_image,
 )
-from envbuild.recipe.load import LoadedRecipe, load_recipe
+from envbuild.locks import needed_locks
+from envbuild.recipe.load import LoadedRecipe, decode_recipe, load_recipe
 from envbuild.recipe.targets import Target
 from envbuild.run_environment import load_environment
 
@@ -350,3 +352,13 @@ def test_a_lock_that_cannot_be_written_says_what_to_do(
     with pytest.raises(LockError, match=r"^build/r/.*image\.toml: cannot be written") as refused:
         ensure(recipe, environment, [])
     assert refused.value.hint and "./recipes/NAME" in refused.value.hint
+
+
+def test_a_python_without_a_debian_release_needs_no_image_lock(tmp_path: Path) -> None:
+    for python, base, is_needed in (("3.11", "debian", True), ("3.12", "debian", False), ("3.12", "x:1", True)):
+        extra = "" if base == "debian" else f'base = "{base}"\npython = "/usr/bin/python3"\n'
+        text = f'name = "lab"\ndescription = "d"\npython = "{python}"\nrequirements = []\n'
+        text += f"[targets.cpu-x86_64]\n[image]\n{extra}"
+        recipe = decode_recipe(Document(tmp_path / "recipe.toml", text, tomllib.loads(text)))
+        assert ("image" in {one.part for one in needed_locks(recipe, TARGET)}) == is_needed
+        assert [one.part for one in needed_locks(recipe, TARGET, ("image",))] == ["image"]
