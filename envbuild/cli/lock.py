@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -29,7 +29,17 @@ from envbuild.cli.common import (
 )
 from envbuild.debian.defaults import suites_by_python
 from envbuild.environment import Environment
-from envbuild.lock.advisories import LockChange, UpgradeReport, VerifiedUpgrade, audit
+from envbuild.lock.advisories import (
+    Exemption,
+    LockChange,
+    UpgradeReport,
+    VerifiedUpgrade,
+    accepted_line,
+    audit,
+    expired_line,
+    recipe_exemptions,
+    site_exemptions,
+)
 from envbuild.lock.base import has_base
 from envbuild.lock.conda import CondaLock, environment_text, explicit_text, export_name, pip_entries
 from envbuild.lock.conda_format import part_of, render
@@ -197,7 +207,8 @@ def lock_command(
             run.report.verified.append(VerifiedUpgrade(recipe_target[0].recipe.name, recipe_target[1].name, old, after))
     if report is not None:
         with writing(report.parent, LockError):
-            write_beside(report, run.report.render(environment.site.audit, environment.store))
+            exemptions = _exemptions(environment, [loaded for loaded, _ in work])
+            write_beside(report, run.report.render(environment.site.audit, environment.store, exemptions))
     if run.errors:
         raise joined(LockError, run.errors)
     failed = [
@@ -212,6 +223,15 @@ def lock_command(
         )
     if run.report.faults:
         raise run.report.faults[0]
+
+
+def _exemptions(environment: Environment, recipes: Iterable[LoadedRecipe]) -> list[Exemption]:
+    """Return the exceptions of [audit] of the site and of each of `recipes`."""
+    known = {loaded.recipe.name: loaded for loaded in recipes}
+    return [
+        *site_exemptions(environment.site),
+        *(exemption for loaded in known.values() for exemption in recipe_exemptions(loaded)),
+    ]
 
 
 def _verified(
@@ -455,8 +475,10 @@ def audit_command(recipes: Names, targets: Names, database: Path | None, ignore:
 
     The database is a folder with OSV's exports, PyPI/all.zip and Debian/all.zip. If it is missing, damaged or older
     than max_age in [audit] (default 14d), the exit code is 5 too: packages that cannot be checked are never reported as
-    safe. Missing locks are named. Conda packages, and packages of an existing base image, are not covered by the
-    database; their number is printed.
+    safe. Missing locks are named. Conda packages count if they contain a Python distribution. Other conda packages, and
+    packages of an existing base image, are not covered by the database; their number is printed.
+
+    [audit.exceptions.ID] in the recipe or site.toml accepts a vulnerability for a reason until a day.
 
     \b
     Examples:
@@ -465,9 +487,11 @@ def audit_command(recipes: Names, targets: Names, database: Path | None, ignore:
     """
     environment = run_environment()
     table = environment.site.audit
-    table = replace(table, database=str(database or table.database), ignore=(*table.ignore, *ignore))
+    table = replace(table, database=str(database or table.database))
     locks: list[object] = []
-    for loaded in (open_recipe(name, environment) for name in recipes or (None,)):
+    opened = [open_recipe(name, environment) for name in recipes or (None,)]
+    exemptions = [Exemption(name, "option", None, "--ignore") for name in ignore] + _exemptions(environment, opened)
+    for loaded in opened:
         for target in [open_target(loaded, name, environment) for name in targets or loaded.recipe.targets]:
             for kind in needed_locks(loaded, target):
                 state = kind.inspect()
@@ -479,13 +503,23 @@ def audit_command(recipes: Names, targets: Names, database: Path | None, ignore:
                     locks.append(state.lock)
     if not locks:
         raise LockError("none of these recipes is locked", f"envbuild lock {' '.join(recipes)}".rstrip())
-    done = audit(locks, table, datetime.now(UTC))
+    done = audit(locks, table, datetime.now(UTC), exemptions)
     value: dict[str, Any] = {
         "database": table.database,
         "newest": done.newest.isoformat() if done.newest else None,
         "judged": done.judged,
         "not_in_database": done.unknown,
-        "ignored": [advisory.id for advisory in done.ignored],
+        "accepted": [
+            {
+                "package": advisory.package.name,
+                "version": advisory.package.version,
+                "advisory": advisory.id,
+                **exemption.row(),
+            }
+            for advisory, exemption in done.accepted
+        ],
+        "expired": [exemption.row() for exemption in done.expired],
+        "unused": [exemption.row() for exemption in done.unused],
         "found": [
             {
                 "package": advisory.package.name,
@@ -509,10 +543,16 @@ def audit_command(recipes: Names, targets: Names, database: Path | None, ignore:
         for advisory in done.found
     ]
     show(as_json, value, *layout.columns(rows))
-    others = f"; {done.unknown} others are in no database" if done.unknown else ""
+    for advisory, exemption in done.accepted:
+        log(f"{advisory.package.name} {advisory.package.version}: {accepted_line(exemption)}")
+    for exemption in done.unused:
+        log(f"note: the exception of {exemption.id} matches no locked package ({exemption.place})")
+    others = f"; {done.unknown} others are not covered by the database" if done.unknown else ""
     log(f"{done.judged} packages looked up{others}: {len(done.found)} vulnerabilities")
     if done.found:
         raise VerificationError(
-            f"{len({advisory.package for advisory in done.found})} packages have known vulnerabilities",
-            "upgrade them: envbuild lock RECIPE --upgrade=PKG; or ignore one with its reason: `ignore` in [audit]",
+            f"{len({advisory.package for advisory in done.found})} packages have known vulnerabilities"
+            + "".join(f"\n  {expired_line(exemption)}" for exemption in done.expired),
+            "upgrade them: envbuild lock RECIPE --upgrade=PKG; or accept one for a reason until a day, in"
+            " [audit.exceptions.ID] of the recipe or of site.toml",
         )

@@ -11,7 +11,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from functools import cmp_to_key
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,11 @@ from envbuild.base.text import human_size, normalise, seconds
 from envbuild.debian.control import compare_versions
 from envbuild.debian.lock import DebianLock
 from envbuild.lock.conda import CondaLock
+from envbuild.lock.conda_kind import provided
 from envbuild.lock.format import Lock
 from envbuild.lock.image import ImageLock
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.site.settings import Site
 from envbuild.site.tables import AuditTable
 from envbuild.store.fetch import ARCHIVES, WantedWheel, stored_wheel
 from envbuild.store.history import METRICS
@@ -67,11 +70,54 @@ class AdvisoryDatabase:
     newest: Mapping[str, datetime]
 
 
+@dataclass(frozen=True, slots=True)
+class Exemption:
+    """An exception of [audit]: the identifier or alias of a vulnerability, the reason, and the last day, None for none.
+
+    `place` says where it is written. It counts for the locks of `recipe`, "" for those of all recipes.
+    """
+
+    id: str
+    reason: str
+    expires: date | None
+    place: str
+    recipe: str = ""
+
+    def row(self) -> dict[str, str | None]:
+        """Return it as plain data."""
+        expires = self.expires.isoformat() if self.expires else None
+        return {"id": self.id, "reason": self.reason, "expires": expires, "place": self.place}
+
+
+def site_exemptions(site: Site) -> list[Exemption]:
+    """Return the exceptions of a site."""
+    return [
+        Exemption(name, entry.reason, date.fromisoformat(entry.expires), site.origin("audit", "exceptions"))
+        for name, entry in site.audit.exceptions.items()
+    ]
+
+
+def recipe_exemptions(loaded: LoadedRecipe) -> list[Exemption]:
+    """Return the exceptions of a recipe."""
+    return [
+        Exemption(
+            name,
+            entry.reason,
+            date.fromisoformat(entry.expires),
+            loaded.where("audit", "exceptions", name),
+            loaded.recipe.name,
+        )
+        for name, entry in loaded.recipe.audit.exceptions.items()
+    ]
+
+
 def audited(lock: object) -> tuple[set[AuditedPackage], int]:
     """Return the packages of a lock whose ecosystem OSV covers, and the number of its other packages."""
     if isinstance(lock, CondaLock):
-        pip, _ = audited(lock.pip)
-        return pip, len(lock.packages)
+        own = {
+            AuditedPackage(PYPI, name, version.partition("+")[0]) for name, version in provided(lock.packages).items()
+        }
+        return own | audited(lock.pip)[0], len(lock.packages) - len(own)
     if isinstance(lock, Lock):
         rows = [(package.name, package.version) for package in lock.packages]
         rows += [(package.name, package.version) for package in lock.built]
@@ -225,22 +271,25 @@ def _debian(version: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class LockAudit:
-    """Vulnerabilities of the packages of some locks: `found`, and those that the settings tell it to ignore.
+    """Vulnerabilities of the packages of some locks: `found`, and those that an exception accepts.
 
-    `judged` is the number of compared packages, `unknown` the number of packages without a database, `newest` the
-    time of the newest record in the older of the database's zips.
+    `expired` are the exceptions that would accept one of `found`, `unused` those that match no package. `judged` is the
+    number of compared packages, `unknown` the number of packages without a database, `newest` the time of the newest
+    record in the older of the database's zips.
     """
 
     found: tuple[Advisory, ...]
-    ignored: tuple[Advisory, ...]
+    accepted: tuple[tuple[Advisory, Exemption], ...]
+    expired: tuple[Exemption, ...]
+    unused: tuple[Exemption, ...]
     judged: int
     unknown: int
     newest: datetime | None
 
 
-def audit(locks: Sequence[object], table: AuditTable, now: datetime) -> LockAudit:
+def audit(locks: Sequence[object], table: AuditTable, now: datetime, exemptions: Sequence[Exemption] = ()) -> LockAudit:
     """Compare the packages of `locks` with the database that `table` configures. Raises as `open_database`."""
-    return judge_locks(locks, open_database(locks, table, now), table)
+    return judge_locks(locks, open_database(locks, table, now), exemptions, now.date())
 
 
 def open_database(locks: Iterable[object], table: AuditTable, now: datetime) -> AdvisoryDatabase:
@@ -264,18 +313,43 @@ def open_database(locks: Iterable[object], table: AuditTable, now: datetime) -> 
     return database
 
 
-def judge_locks(locks: Iterable[object], database: AdvisoryDatabase, table: AuditTable) -> LockAudit:
+def judge_locks(
+    locks: Iterable[object], database: AdvisoryDatabase, exemptions: Sequence[Exemption], today: date
+) -> LockAudit:
     """Return the vulnerabilities of the packages of `locks`; `database` must contain their records."""
-    packages: set[AuditedPackage] = set()
+    packages: dict[str, set[AuditedPackage]] = {}
     unknown = 0
     for lock in locks:
         known, others = audited(lock)
-        packages |= known
+        packages.setdefault(getattr(lock, "recipe", ""), set()).update(known)
         unknown += others
-    found = advisories(sorted(packages), database)
-    ignored = [advisory for advisory in found if not {advisory.id, *advisory.aliases}.isdisjoint(table.ignore)]
-    left = tuple(advisory for advisory in found if advisory not in ignored)
-    return LockAudit(left, tuple(ignored), len(packages), unknown, min(database.newest.values(), default=None))
+    found: dict[Advisory, None] = {}
+    accepted: dict[tuple[Advisory, Exemption], None] = {}
+    matched: dict[Exemption, None] = {}
+    for recipe, own in packages.items():
+        for advisory in advisories(sorted(own), database):
+            names = {advisory.id, *advisory.aliases}
+            fitting = [
+                exemption for exemption in exemptions if exemption.id in names and exemption.recipe in ("", recipe)
+            ]
+            valid = next(
+                (exemption for exemption in fitting if not exemption.expires or exemption.expires >= today), None
+            )
+            matched |= dict.fromkeys(fitting)
+            if valid is None:
+                found[advisory] = None
+            else:
+                accepted[advisory, valid] = None
+    used = {exemption for _, exemption in accepted}
+    return LockAudit(
+        tuple(sorted(found, key=lambda advisory: advisory.package)),
+        tuple(accepted),
+        tuple(exemption for exemption in matched if exemption not in used),
+        tuple(exemption for exemption in exemptions if exemption not in matched),
+        len(set().union(*packages.values())),
+        unknown,
+        min(database.newest.values(), default=None),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +386,7 @@ class UpgradeReport:
     verified: list[VerifiedUpgrade] = field(default_factory=list)
     faults: list[VerificationError] = field(default_factory=list)
 
-    def render(self, table: AuditTable, store: Store) -> str:
+    def render(self, table: AuditTable, store: Store, exemptions: Sequence[Exemption] = ()) -> str:
         """Return the report in Markdown; with a database, the vulnerabilities before and after.
 
         Sizes of wheels and conda packages are those of the files in `store`. An unusable database is added to
@@ -340,7 +414,7 @@ class UpgradeReport:
             text += _verified(verified)
         if table.database:
             try:
-                text += self._vulnerabilities(table)
+                text += self._vulnerabilities(table, exemptions)
             except VerificationError as error:
                 self.faults.append(error)
                 text += [f"**Known vulnerabilities could not be looked up: {error.message}**", ""]
@@ -348,17 +422,19 @@ class UpgradeReport:
             text += ["Known vulnerabilities were not looked up: [audit] of the site names no database.", ""]
         return "\n".join(text)
 
-    def _vulnerabilities(self, table: AuditTable) -> list[str]:
+    def _vulnerabilities(self, table: AuditTable, exemptions: Sequence[Exemption]) -> list[str]:
         old, new_locks = (
             [change.before for change in self.changes if change.before],
             [change.after for change in self.changes],
         )
-        database = open_database([*old, *new_locks], table, datetime.now(UTC))
-        before, after = judge_locks(old, database, table), judge_locks(new_locks, database, table)
+        now = datetime.now(UTC)
+        database = open_database([*old, *new_locks], table, now)
+        before, after = (judge_locks(locks, database, exemptions, now.date()) for locks in (old, new_locks))
         text = ["## Known vulnerabilities", ""]
         if after.newest:
             text += [
-                f"Of {after.judged} packages, by a database of {after.newest:%Y-%m-%d}; {after.unknown} others.",
+                f"Of {after.judged} packages, by a database of {after.newest:%Y-%m-%d}; {after.unknown} others are "
+                "not covered by it.",
                 "",
             ]
         mended, new = _without(before.found, after.found), _without(after.found, before.found)
@@ -366,7 +442,22 @@ class UpgradeReport:
         for title, those in (("Mended", mended), ("New", new), ("Left", left)):
             text += [f"**{title}: {len(those)}**", ""]
             text += [f"- {_said(advisory)}" for advisory in those] + ([""] if those else [])
+        lines = [f"- {advisory.package.name}: {accepted_line(exemption)}" for advisory, exemption in after.accepted]
+        lines += [f"- {expired_line(exemption)}" for exemption in after.expired]
+        if lines:
+            text += [f"**Exceptions: {len(lines)}**", "", *lines, ""]
         return text
+
+
+def accepted_line(exemption: Exemption) -> str:
+    """Return an exception that counts, with its reason and its last day."""
+    until = f" until {exemption.expires}" if exemption.expires else ""
+    return f"{exemption.id} is accepted{until}: {exemption.reason} ({exemption.place})"
+
+
+def expired_line(exemption: Exemption) -> str:
+    """Return that an exception no longer counts."""
+    return f"the exception of {exemption.id} expired on {exemption.expires}: {exemption.reason} ({exemption.place})"
 
 
 def _overrides(lock: object) -> tuple[str, ...]:

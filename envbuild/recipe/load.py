@@ -64,6 +64,7 @@ class LoadedRecipe:
         data["verify"] = {
             name: value for name, value in data["verify"].items() if name in _VERIFY or value != defaults[name]
         }
+        del data["audit"]  # it changes no artifact
         if self.recipe.slim == SlimTable():
             del data["slim"]
         for table in data["targets"].values():

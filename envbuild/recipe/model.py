@@ -15,6 +15,7 @@ from envbuild.recipe import checks
 from envbuild.recipe.checks import reference_of
 from envbuild.recipe.project import ProjectTable
 from envbuild.recipe.targets import Target, target_problem
+from envbuild.site.tables import AuditException
 from envbuild.slim import file_rules
 
 layer_name_problem = form(r"[a-z0-9][a-z0-9_.+-]*", "is not a layer's name: lower-case letters, digits and . _ + -")
@@ -363,6 +364,15 @@ class ImageTable:
 
 
 @dataclass(frozen=True)
+class RecipeAudit:
+    """`[audit]`: known vulnerabilities that are accepted in this environment."""
+
+    exceptions: dict[str, AuditException] = key(
+        {}, "Identifier of a vulnerability → why it is accepted, and until when."
+    )
+
+
+@dataclass(frozen=True)
 class Recipe:
     """A complete recipe."""
 
@@ -445,6 +455,7 @@ class Recipe:
     slim: SlimTable = key(SlimTable(), "What artifacts leave out of wheels.")
     image: ImageTable = key(ImageTable(), "What container images are built on.")
     verify: VerifySettings = key(VerifySettings(), "The training, imports and command that prove an artifact.")
+    audit: RecipeAudit = key(RecipeAudit(), "Known vulnerabilities that are accepted.")
     project: ProjectTable | None = key(None, "Your own code, which every artifact gets last.")
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import zipfile
-from datetime import UTC, datetime, timedelta
+from dataclasses import replace
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,17 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from lab.wheels import make_recipe
 from packaging.version import Version
 
-from envbuild.base.errors import UsageError, VerificationError
+from envbuild.base.errors import RecipeError, UsageError, VerificationError
 from envbuild.cli.commands import cli
 from envbuild.cli.lock import LockRun
 from envbuild.debian.control import compare_versions
 from envbuild.debian.lock import DebianLock, LockedDeb
 from envbuild.lock.advisories import (
     AuditedPackage,
+    Exemption,
     LockChange,
     UpgradeReport,
     VerifiedUpgrade,
@@ -28,10 +31,15 @@ from envbuild.lock.advisories import (
     audit,
     audited,
     read_database,
+    recipe_exemptions,
+    site_exemptions,
 )
+from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.format import Lock
 from envbuild.lock.image import ImageLock
+from envbuild.recipe.load import load_recipe
 from envbuild.recipe.sources import LockedPackage
+from envbuild.site.settings import load_site
 from envbuild.site.tables import AuditTable
 from envbuild.store.store import Store
 
@@ -88,6 +96,10 @@ def image(version: str, suite: str = "bookworm") -> ImageLock:
     return ImageLock("r", "cpu-x86_64", "sha256:0", DebianLock(suite, DAY, (deb,)))
 
 
+def exempt(name: str = "GHSA-h5c8-rqwp-cp95", expires: date | None = None, recipe: str = "") -> Exemption:
+    return Exemption(name, "no HTML here", expires, "site.toml", recipe)
+
+
 @pytest.fixture
 def database(tmp_path: Path) -> AuditTable:
     export(tmp_path, "PyPI", JINJA, WITHDRAWN)
@@ -109,9 +121,79 @@ def test_what_is_affected_is_found_and_what_is_mended_is_not(database: AuditTabl
 
 def test_what_does_not_concern_a_site_is_told_apart(database: AuditTable) -> None:
     for name in ("CVE-2024-22195", "GHSA-h5c8-rqwp-cp95"):
-        table = AuditTable(database.database, ignore=(name,))
-        done = audit([wheels(jinja2="3.1.2")], table, NOW)
-        assert done.found == () and [one.id for one in done.ignored] == ["GHSA-h5c8-rqwp-cp95"]
+        exemption = exempt(name)
+        done = audit([wheels(jinja2="3.1.2")], database, NOW, [exemption])
+        assert done.found == () and [(one.id, by) for one, by in done.accepted] == [("GHSA-h5c8-rqwp-cp95", exemption)]
+        assert done.expired == () and done.unused == ()
+
+
+@pytest.mark.parametrize(
+    ("expires", "counts"), [(None, True), (NOW.date(), True), (NOW.date() - timedelta(days=1), False)]
+)
+def test_an_exception_counts_to_its_last_day(database: AuditTable, expires: date | None, counts: bool) -> None:
+    exemption = exempt(expires=expires)
+    done = audit([wheels(jinja2="3.1.2")], database, NOW, [exemption])
+    assert (len(done.found), len(done.accepted)) == ((0, 1) if counts else (1, 0))
+    assert done.expired == (() if counts else (exemption,)) and done.unused == ()
+    # Another one that counts accepts it.
+    valid = exempt("CVE-2024-22195")
+    assert audit([wheels(jinja2="3.1.2")], database, NOW, [exemption, valid]).found == ()
+
+
+def test_an_exception_of_a_recipe_is_for_its_locks_alone(database: AuditTable) -> None:
+    locks = [wheels(jinja2="3.1.2"), replace(wheels(jinja2="3.1.2"), recipe="other")]
+    done = audit(locks, database, NOW, [exempt(recipe="other"), exempt("GHSA-none")])
+    assert len(done.found) == 1 and len(done.accepted) == 1
+    assert [one.id for one in done.unused] == ["GHSA-none"]
+    assert audit(locks[:1], database, NOW, [exempt(recipe="other")]).unused == (exempt(recipe="other"),)
+
+
+def test_exceptions_are_written_in_recipe_and_site_with_reason_and_day(tmp_path: Path) -> None:
+    table = '[audit.exceptions.GHSA-h5c8-rqwp-cp95]\nreason = "no HTML here"\nexpires = "2026-12-31"\n'
+    (tmp_path / "site.toml").write_text(table)
+    site = load_site({"ENVBUILD_SITE": str(tmp_path / "site.toml"), "HOME": str(tmp_path)}, etc=tmp_path / "etc")
+    (of_site,) = site_exemptions(site)
+    assert (of_site.reason, of_site.expires, of_site.recipe) == ("no HTML here", date(2026, 12, 31), "")
+    assert str(tmp_path / "site.toml") in of_site.place
+    recipe = make_recipe(tmp_path, "r", ["jinja2"], targets=f"[targets.cpu-x86_64]\n{table}") / "recipe.toml"
+    loaded = load_recipe(recipe)
+    (of_recipe,) = recipe_exemptions(loaded)
+    assert of_recipe == replace(of_site, recipe="r", place=f"{recipe}:7:19")
+    plain = load_recipe(
+        make_recipe(tmp_path / "plain", "r", ["jinja2"], targets="[targets.cpu-x86_64]") / "recipe.toml"
+    )
+    assert plain.digest == loaded.digest, "no artifact changes"
+    for bad, said in (
+        ('expires = "2026-12-31"', "missing key 'reason' in [audit.exceptions.X]"),
+        ('reason = "r"', "missing key 'expires' in [audit.exceptions.X]"),
+        ('reason = "r"\nexpires = "soon"', "'soon' is not a day: write YYYY-MM-DD"),
+        ('reason = "r"\nexpires = "2026-02-30"', "'2026-02-30' is not a day"),
+        ('reason = " "\nexpires = "2026-12-31"', "'reason' in [audit.exceptions.X]"),
+    ):
+        text = f"[targets.cpu-x86_64]\n[audit.exceptions.X]\n{bad}\n"
+        with pytest.raises(RecipeError) as caught:
+            load_recipe(make_recipe(tmp_path / "bad", "r", ["jinja2"], targets=text) / "recipe.toml")
+        assert said in caught.value.message and "recipe.toml:" in caught.value.message
+
+
+def test_conda_packages_with_a_distribution_are_audited_and_others_counted() -> None:
+    def package(name: str, version: str, *depends: str) -> CondaPackage:
+        url = f"https://c/linux-64/{name}-{version}-0.conda"
+        return CondaPackage(name, version, "0", "linux-64", url, "0" * 32, "0" * 64, depends)
+
+    packages = (
+        package("jinja2", "3.1.2", "python >=3.9"),
+        package("pytorch", "2.12.0", "python"),
+        package("openssl", "3.6"),
+    )
+    lock = CondaLock("r", "cpu-x86_64", "sha256:0", packages, wheels(einops="0.8.1"))
+    found, others = audited(lock)
+    assert {(one.ecosystem, one.name, one.version) for one in found} == {
+        ("PyPI", "jinja2", "3.1.2"),
+        ("PyPI", "torch", "2.12.0"),
+        ("PyPI", "einops", "0.8.1"),
+    }
+    assert others == 1
 
 
 def test_what_cannot_be_looked_up_is_not_said_to_be_good(database: AuditTable, tmp_path: Path) -> None:
@@ -245,6 +327,13 @@ def test_a_report_says_what_changed_and_what_that_mends(
     assert "**Mended: 1**\n\n- jinja2 3.1.2: GHSA-h5c8-rqwp-cp95 (CVE-2024-22195)" in text
     assert "**New: 0**" in text and "**Left: 1**\n\n- glibc" in text
     assert "not looked up" in UpgradeReport([]).render(AuditTable(), store)
+    back = [LockChange("r", "cpu-x86_64", "wheels", ["~ jinja2 3.1.3 -> 3.1.2"], new, wheels(jinja2="3.1.2"))]
+    accepted = UpgradeReport(back).render(database, store, [exempt(expires=date(2099, 1, 1))])
+    assert "**New: 0**" in accepted and "**Exceptions: 1**\n\n- jinja2: GHSA-h5c8-rqwp-cp95 is accepted" in accepted
+    expired = UpgradeReport(back).render(database, store, [exempt(expires=date(2020, 1, 1))])
+    assert (
+        "**New: 1**" in expired and "- the exception of GHSA-h5c8-rqwp-cp95 expired on 2020-01-01: no HTML" in expired
+    )
 
 
 def test_a_report_is_written_without_a_database_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,4 +389,20 @@ def test_the_command_ends_with_5_for_a_vulnerability(tmp_path: Path, monkeypatch
     done = CliRunner().invoke(cli, [*line, "--database", str(clean)])
     assert isinstance(done.exception, VerificationError) and json.loads(done.stdout)["found"][0]["id"] == "X-1"
     done = CliRunner().invoke(cli, [*line, "--database", str(clean), "--ignore", "X-1"])
-    assert done.exit_code == 0 and json.loads(done.stdout)["ignored"] == ["X-1"]
+    assert done.exit_code == 0
+    row = {"package": "torch", "advisory": "X-1", "id": "X-1", "reason": "option", "expires": None, "place": "--ignore"}
+    # The conda lock has another torch than the wheel lock.
+    of_conda, of_wheels = json.loads(done.stdout)["accepted"]
+    assert of_conda == {**row, "version": "2.12.0"} and of_wheels == {**row, "version": "2.13.0"}
+    # Exceptions of a site: one expired, one matches nothing.
+    (tmp_path / "site.toml").write_text(
+        '[audit.exceptions.X-1]\nreason = "waits"\nexpires = "2020-01-01"\n'
+        '[audit.exceptions.X-2]\nreason = "gone"\nexpires = "2099-01-01"\n'
+    )
+    monkeypatch.setenv("ENVBUILD_SITE", str(tmp_path / "site.toml"))
+    done = CliRunner().invoke(cli, [*line, "--database", str(clean)])
+    assert isinstance(done.exception, VerificationError)
+    assert "\n  the exception of X-1 expired on 2020-01-01: waits ([audit] exceptions of " in done.exception.message
+    told = json.loads(done.stdout)
+    assert [row["id"] for row in told["expired"]] == ["X-1"] and [row["id"] for row in told["unused"]] == ["X-2"]
+    assert "note: the exception of X-2 matches no locked package" in done.stderr
