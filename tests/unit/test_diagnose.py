@@ -1462,6 +1462,7 @@ def test_the_cause_of_what_frameworks_raise(line: str, cause: str) -> None:
         "429 samples",
         "GET /a HTTP/1.1 200 429",
         "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)",
+        "mca_base_component_repository_open: unable to open mca_belt: libbelt.so: cannot open shared object file (ignored)",
         "error 8020: x",
         "Assertion `x` passed",
         "train_batch_size is equal to micro_batch_per_gpu * gradient_acc_step * world_size",
@@ -2217,6 +2218,61 @@ def test_the_names_in_a_checkpoint_tell_whether_its_model_was_wrapped(keys: list
             "rank-failed",
             "code 2",
         ),
+        (
+            ["slurmstepd: error: *** JOB 9 ON n1 CANCELLED AT 2026-01-05T10:00:00 DUE TO PREEMPTION ***"],
+            "preempted",
+            "for another one",
+        ),
+        (
+            [
+                "sbatch: error: QOSMaxBeltsPerUser",
+                "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (x)",
+            ],
+            "submission-refused",
+            "QOSMaxBeltsPerUser",
+        ),
+        (
+            [
+                "Warning  Pending  2s  kueue-admission  couldn't assign flavors to pod set main: insufficient quota for belts"
+            ],
+            "kueue-quota",
+            "insufficient quota",
+        ),
+        (
+            [
+                "HTTPSConnectionPool(host='belt.io', port=443): Max retries exceeded with url: /x (Caused by ProxyError('no way'))"
+            ],
+            "host-unreachable",
+            "ProxyError('no way')",
+        ),
+        (["srun: fatal: Can not execute /opt/belt"], "step-program", "/opt/belt cannot be started"),
+        (["mount: /mnt: unknown filesystem type 'belt'."], "mount-failed", "unknown filesystem type"),
+        (
+            ["mount: /mnt: wrong fs type, bad option, bad superblock on /dev/loop7, missing codepage"],
+            "squashfs-broken",
+            "/dev/loop7",
+        ),
+        (
+            ["docker: Error response from daemon: write /var/lib/docker/x: no space left on device."],
+            "disk-full",
+            "no space",
+        ),
+        (
+            ["torch.cuda: NCCL WARN Error while creating shared memory segment /dev/shm/nccl-b (size 9)"],
+            "nccl-segment",
+            "/dev/shm/nccl-b",
+        ),
+        (["RuntimeError: Ninja is required to load C++ extensions"], "job-compiler", "Ninja is not found"),
+        (["huggingface_hub.errors.RevisionNotFoundError: 404 Client Error."], "hub-entry", "no such Revision"),
+        (["gloo/transport/tcp/address.cc:30] ss1.ss_family == ss2.ss_family. 2 vs 10"], "gloo-family", "IPv6"),
+        (
+            [
+                "ConnectionError: Tried to launch distributed communication on port `4711`, but another process is utilizing it."
+            ],
+            "port-in-use",
+            "4711",
+        ),
+        (["sbatch: error: Unable to open file belt.sbatch"], "batch-file", "belt.sbatch"),
     ],
 )
 def test_a_reason_in_another_line_or_a_number_is_read(lines: list[str], rule: str, words: str) -> None:

@@ -65,7 +65,9 @@ NAMED_EXCEPTION = re.compile(
     r"\b(?<!raise )[A-Z]\w{0,80}(?:Error|Exception|NotFound|Refused|Expired|Failure)\b(?::(?: \S|\s*$)|\([\"'])"
 )
 # An exception, or a command that the shell does not find.
-SURVIVED = re.compile(rf"{NAMED_EXCEPTION.pattern}|(?<!module)(?<! ml): (?:command )?not found\s*$")
+SURVIVED = re.compile(
+    rf"{NAMED_EXCEPTION.pattern}|(?<!module)(?<! ml): (?:command )?not found\s*$|\bslurm(?:stepd|d)\S{{0,60}}: error: "
+)
 WARNING = re.compile(r"\b[A-Z]\w{0,80}Warning: |\bWARN(?:ING)?\b|(?:^|\s)\[?W(?:\d{4})? |: W \w+/")
 _ABORTED = re.compile(
     r"\bwhat\(\): +\S|libuv\.h:\d{1,6}\] uv_\w+: |: Assertion [`'\"].{1,300}['\"`] failed|panicked at "
