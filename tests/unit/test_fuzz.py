@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from pathlib import Path
@@ -19,6 +20,8 @@ KEPT = Path(__file__).with_name("data") / "fuzz/kept"
 INPUTS = sorted(path.name for path in KEPT.iterdir())
 # Hypothesis finds values that nobody thought of, and the smallest that shows a fault; it is slower than mutations.
 EXAMPLES = 60
+# `tests/run --fast` tries a quarter of the inputs.
+SHARE = min(1.0, settings.default.max_examples / 100) if settings.default else 1.0
 OF_JSON = (
     "state",
     "receipt",
@@ -79,11 +82,8 @@ def test_there_are_inputs_enough() -> None:
 
 @pytest.mark.parametrize("name", READERS)
 def test_mutations_are_no_traceback(name: str, tmp_path: Path) -> None:
-    done = 0
-    for number in range(READERS[name].examples):
+    for number in range(math.ceil(READERS[name].examples * SHARE)):
         check(name, input_of(name, number), tmp_path, f"python tests/lab/fuzz.py --reader '{name}' --number {number}")
-        done += 1
-    assert done == READERS[name].examples
 
 
 @pytest.mark.parametrize("kept", INPUTS)
@@ -96,7 +96,7 @@ def test_values_of_any_type_are_no_traceback(name: str, tmp_path: Path) -> None:
     seeds = [json.loads(line) for seed in seeds_of(name) for line in seed.splitlines() if _is_json(line)]
     whole = [json.loads(seed) for seed in seeds_of(name) if _is_json(seed)]
 
-    @settings(max_examples=EXAMPLES)
+    @settings(max_examples=math.ceil(EXAMPLES * SHARE))
     @given(JSON, st.integers(0, 1 << 32))
     def run(value: Any, place: int) -> None:
         rng = random.Random(place)
@@ -111,7 +111,7 @@ def test_values_of_any_type_are_no_traceback(name: str, tmp_path: Path) -> None:
 def test_words_in_any_order_are_no_traceback(name: str, tmp_path: Path) -> None:
     words = sorted({word for seed in seeds_of(name)[:5] for word in re.findall(rb"\w+|\s|[^\w\s]", seed[:3000])})
 
-    @settings(max_examples=EXAMPLES)
+    @settings(max_examples=math.ceil(EXAMPLES * SHARE))
     @given(st.lists(st.sampled_from(words) | st.binary(max_size=3), max_size=30))
     def run(parts: list[bytes]) -> None:
         check(name, b"".join(parts), tmp_path, repr(parts))
