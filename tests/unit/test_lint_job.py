@@ -2502,3 +2502,151 @@ def test_a_fault_of_a_blind_set_is_found_in_its_line(text: str, fault: str, plac
     problem = found(text, fault)
     assert problem is not None and problem.fault.level != "hint"
     assert place in text.splitlines()[problem.line - 1]
+
+
+DS = "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --gpus-per-node=4\nset -e\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "fault", "place", "level"),
+    [
+        # placeholders
+        (SLURM + "srun python train.py --out <folder for results> --lr 3", "placeholder", "--out", "warning"),
+        (SLURM + "srun python train.py --data path_to/shards", "placeholder", "shards", "warning"),
+        (SLURM + "export HF_TOKEN=...\nsrun python train.py", "placeholder", "HF_TOKEN", "warning"),
+        (SLURM + "export OUT=REPLACE_WITH_FOLDER\nsrun python train.py", "placeholder", "OUT=", "warning"),
+        (SLURM + "conda activate your_venv\nsrun python train.py", "placeholder", "your_venv", "warning"),
+        (SLURM + 'export NCCL_SOCKET_IFNAME="YOUR CARD"\nsrun python train.py', "placeholder", "CARD", "warning"),
+        (SLURM + "srun python PYTHON_SCRIPT.py", "placeholder", "PYTHON_SCRIPT", "warning"),
+        (SLURM + "export D=/gpfs/xxx/shards\nsrun python train.py", "placeholder", "xxx", "warning"),
+        (SLURM + "A=CHANGE_ME\nB=TODO\nsrun python train.py", "placeholder", "A=", "warning"),
+        (SLURM + "cd {the folder of your code}\nsrun python train.py", "placeholder", "cd {", "warning"),
+        (SLURM + "export MASTER_ADDR=192.168.x.x\nsrun python train.py", "placeholder", "192.", "warning"),
+        (SLURM + "torchrun --nnodes=2 --node_rank=node_rank t.py", "placeholder", "node_rank", "warning"),
+        (SLURM + "accelerate launch --num_processes NUM_GPUS t.py", "placeholder", "NUM_GPUS", "warning"),
+        (SLURM + "torchrun --nnodes=2 --master_addr MASTER_IP t.py", "placeholder", "MASTER_IP", "warning"),
+        (SLURM.replace("set -e", "#SBATCH --mail-user=first.last@uni.edu\nset -e"), "placeholder", "mail", "warning"),
+        (SLURM.replace("set -e", "#SBATCH --mail-user=me@example.org\nset -e"), "placeholder", "mail", "warning"),
+        (SLURM.replace("set -e", "#SBATCH -A ACCOUNT_NAME\nset -e"), "placeholder", "-A", "warning"),
+        (SLURM.replace("set -e", "#SBATCH -w {host}\nset -e"), "placeholder", "{host}", "warning"),
+        (SLURM.replace("set -e", "#SBATCH -o {{ folder }}/%j\nset -e"), "placeholder", "folder", "hint"),
+        # statuses
+        (NO_E + "srun ./solver in.dat\necho finished", "status-lost", "echo", "hint"),
+        (
+            GPUS.replace("set -euo pipefail\n", "") + "srun ./solver in.dat\necho finished",
+            "status-lost",
+            "echo",
+            "warning",
+        ),
+        (NO_E + "run() {\n python train.py\n date\n}\nrun", "status-lost", "date", "hint"),
+        (NO_E + "python first.py\npython second.py", "status-lost", "first", "hint"),
+        (NO_E + "python train.py\nrc=$?\necho $rc", "status-lost", "echo", "warning"),
+        (NO_E + 'script -q -c "python train.py" log', "status-lost", "script", "warning"),
+        ("#!/bin/bash\nfor s in 1 2; do\n python train.py $s\ndone\n", "status-lost", "train", "hint"),
+        # slips
+        (SLURM + "for s in 1 2; do\n srun python train.py\ndone25", "syntax-error", "for s", "error"),
+        (SLURM + "A=1\nB=2\nsrun python train.py run_$A_$B", "variable-case", "run_", "warning"),
+        (SLURM + "folder=/d\nsrun python train.py $foldr", "variable-unset", "foldr", "warning"),
+        (SLURM.replace("set -e", "#SBATCH --time\nset -e"), "directive-malformed", "--time", "error"),
+        (SLURM.replace("set -e", "#SBATCH --mail-users=a@b.c\nset -e"), "option-unknown", "users", "warning"),
+        (SLURM.replace("set -e", "#SBATCH --fpga=2\nset -e"), "option-unknown", "fpga", "hint"),
+        (SLURM + "export NCLL_DEBUG=WARN\nsrun python train.py", "setting-unknown", "NCLL", "warning"),
+        (SLURM + "export OMP_NUM_THREADS= 4\nsrun python train.py", "assignment-malformed", "= 4", "error"),
+        # resources
+        (DS + "deepspeed --num_gpus 2 train.py", "one-rank", "deepspeed", "warning"),
+        (DS + "accelerate launch --num_processes=8 train.py", "ranks-exceed-gpus", "launch", "warning"),
+        (DS + "export CUDA_VISIBLE_DEVICES=0,1\ntorchrun --standalone t.py", "one-gpu-visible", "0,1", "warning"),
+        (DS + "docker run img python train.py", "no-nv", "docker", "warning"),
+        (DS + "srun nvidia-smi\npython single.py", "one-process", "single", "hint"),
+        (SLURM + "python solve.py", "idle-nodes", "solve", "hint"),
+        (SLURM + "srun --gres=gpu:2 python train.py", "step-exceeds-job", "gpu:2", "hint"),
+        (SLURM + "srun -n 9 python train.py", "step-exceeds-job", "-n 9", "warning"),
+        ("#!/bin/bash\n#SBATCH --ntasks=8\nset -e\npython solve.py", "tasks-spread", "ntasks", "hint"),
+        (CPUS + "srun matlab -r run", "cpus-not-passed", "matlab", "warning"),
+        (SLURM.replace("set -e", "#SBATCH -a 1-9\n#SBATCH -o all.log\nset -e"), "array-output", "all.log", "warning"),
+        (
+            "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=$N\nsrun torchrun --nproc_per_node=$N t.py",
+            "tasks-per-node",
+            "per-node",
+            "warning",
+        ),
+        # the rendezvous
+        (
+            SLURM + "srun torchrun --nnodes=2 --rdzv-backend=c10d --master-addr=$head t.py",
+            "endpoint-missing",
+            "torchrun",
+            "error",
+        ),
+        (SLURM + "export MASTER_PORT=1234\nsrun python train.py", "fixed-port", "1234", "hint"),
+        # secrets
+        (SLURM + "# wandb login --relogin " + "0a" * 20, "secret", "wandb", "warning"),
+        (SLURM + "srun python t.py --api_key=" + "a1b2" * 5, "secret", "api_key", "warning"),
+        (SLURM + "export NEPTUNE_API_TOKEN=" + "aB3/" * 12 + "==", "secret", "NEPTUNE", "warning"),
+        (SLURM + "# export HF_TOKEN=hf_" + "aB3x" * 8, "secret", "hf_", "warning"),
+        # data
+        (
+            SLURM + "cp a.tar /lscratch/$SLURM_JOB_ID/\nsrun python t.py /lscratch/$SLURM_JOB_ID/a",
+            "head-copy",
+            "cp",
+            "hint",
+        ),
+    ],
+)
+def test_a_kind_that_strangers_named_is_found(text: str, fault: str, place: str, level: str) -> None:
+    problem = found(text, fault)
+    assert problem is not None, ids(text)
+    assert place in text.splitlines()[problem.line - 1]
+    assert problem.fault.level == level
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (
+            SLURM + "# cp -r /path/to/data .\necho '<name>'\ncat <<E\n<name> /path/to/x\nE\nsrun python t.py",
+            "placeholder",
+        ),
+        (
+            SLURM + "sed 's/<name>/x/' a > b\nD=${D:-/path/to/d}\nT=$(mktemp /tmp/xxx.XXX)\nsrun python t.py",
+            "placeholder",
+        ),
+        (SLURM + "srun python t.py --nnodes auto --path_to_data /d --out $path_to_out --n=gpu", "placeholder"),
+        (SLURM + "torchrun --nproc_per_node=gpu --master_addr=$MASTER_ADDR --node_rank=$R t.py", "placeholder"),
+        (SLURM + "srun ./solver in.dat\necho finished", "status-lost"),
+        (NO_E + "if srun ./solver; then\n echo good\nelse\n echo bad\n exit 1\nfi", "status-lost"),
+        (NO_E + "case $1 in\na) srun ./solver;;\n*) echo no;;\nesac", "status-lost"),
+        (NO_E + "srun ./solver || exit 1\necho finished", "status-lost"),
+        (NO_E + "cat <<E > a.job\n#\nE\npython train.py --dry\nsbatch a.job", "status-lost"),
+        (NO_E + 'script -qec "python train.py" log', "status-lost"),
+        (NO_E + "module load jup\njupyter lab", "status-lost"),
+        (SLURM + "cat > a.nml <<!\nfile = 'x'\n!\nsrun python t.py", "assignment-malformed"),
+        (SLURM + "a=`echo b | tr '=' '_'`\nIFS= read -r x\nsrun python t.py", "assignment-malformed"),
+        (SLURM + "AB=1\nABC=2\nsrun python train.py $AB_$ABC", "variable-unset"),
+        (SLURM + "node1=a\nsrun python train.py $node2x", "variable-case"),
+        (DS + "deepspeed --num_gpus 4 train.py", "one-rank"),
+        (DS + "deepspeed --num_gpus 2 a.py &\ndeepspeed --num_gpus 2 b.py &\nwait", "one-rank"),
+        (DS + "srun --gres=gpu:2 python train.py", "step-exceeds-job"),
+        (CPUS + "srun -n 8 python train.py", "step-exceeds-job"),
+        (SLURM.replace("set -e", "#SBATCH -a 1-9\n#SBATCH -o %a.log\nset -e"), "array-output"),
+        ("#!/bin/bash\n#BSUB -N\n#BSUB -B\npython t.py", "directive-malformed"),
+        (SLURM + "metric_key=mean_of_all_losses\nexport TOTAL_TOKENS=2_000_000_000_000\nsrun python t.py", "secret"),
+        (SLURM + "srun python t.py --env-secret R2_ACCESS_KEY_ID=R2_ACCESS_KEY_ID # basic usage123", "secret"),
+        (
+            "#!/bin/bash\ncat <<E > a.job\n#PBS -N a\nE\nmkdir -p ./jobs\npython ./check.py\nqsub a.job",
+            "home-folder",
+        ),
+        (SLURM + "srun --nodes=1 cd /d & bash run.sh", "cpus-not-passed"),
+    ],
+)
+def test_a_script_that_is_like_one_of_strangers_has_no_warning(text: str, fault: str) -> None:
+    assert not [one for one in lint(text, "job.sh") if one.fault.id == fault and one.fault.level != "hint"]
+
+
+def test_every_placeholder_of_a_script_is_named() -> None:
+    text = SLURM + "export A=/path/to/a\nsrun python train.py \\\n  --b <your b> \\\n  --c /path/to/c\n"
+    problems = [one for one in lint(text, "job.sh") if one.fault.id == "placeholder"]
+    assert [text.splitlines()[one.line - 1].strip(" \\") for one in problems] == [
+        "export A=/path/to/a",
+        "--b <your b>",
+        "--c /path/to/c",
+    ]

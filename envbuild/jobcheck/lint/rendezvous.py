@@ -434,8 +434,11 @@ def _doubled(script: ParsedScript, launch: Launch) -> Iterator[Found]:
     if launch.option(*PER_NODE) == "1":
         return
     given = script.directive(*PER_NODE, "--ntasks", "-n")
+    ranks = launch.options.get("nproc-per-node", "").strip("\\${}")
     if given and script.tasks > 1:
         yield Found("tasks-per-node", given[0], str(script.tasks))
+    elif given and given[1].startswith("$") and given[1].strip("${}") == ranks:
+        yield Found("tasks-per-node", given[0], given[1], level="warning")
 
 
 def _words_have(script: ParsedScript, launch: Launch, option: str, value: str) -> bool:

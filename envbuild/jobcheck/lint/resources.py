@@ -269,6 +269,8 @@ def of_requests(script: ParsedScript) -> Iterator[Found]:
     placed = script.directive("--nodes", "-N", *PER_NODE) or script.launchers_work
     if total and (whole_number(total[1]) or 0) > 1 and script.launches and not placed:
         yield Found("tasks-spread", total[0], total[1])
+    elif total and (whole_number(total[1]) or 0) > 1 and not placed and any(map(_is_program, script.commands)):
+        yield Found("tasks-spread", total[0], total[1], program="python", level="hint")
     chunks = re.search(r"\bselect=(\d{1,5}):\S{0,200}?\bngpus=(\d{1,3})", text)
     together = chunks is not None and int(chunks[1]) > 1 and 0 < int(chunks[2]) < 4
     starts = script.launches or script.launchers_work
@@ -331,15 +333,14 @@ def of_placement(script: ParsedScript) -> Iterator[Found]:
 def _step(script: ParsedScript, command: Command, options: list[str], asks: str) -> Iterator[Found]:
     """Find a step of srun that asks for GPUs or tasks that the job does not have."""
     gpus = next(option_values(options, ("--gres", "--gpus", "-G", "--gpus-per-node", "--gpus-per-task")), "")
-    sized = bool(script.nodes or script.directive("--ntasks", "-n"))  # else the command line may tell everything
+    # The command line may tell more, and some systems give out whole nodes.
     if re.search(r"[1-9]", gpus) and not (script.gpus or re.search(r"gpu|excl|tres|gres", asks)):
-        level: Literal["warning", "hint"] = "warning" if sized else "hint"
-        yield Found("step-exceeds-job", command.line, f"GPUs ({gpus})", "none", level=level)
+        yield Found("step-exceeds-job", command.line, f"GPUs ({gpus})", "none", level="hint")
     tasks = whole_number(next(option_values(options, ("--ntasks", "-n")), "")) or 0
     each = whole_number((script.directive("--cpus-per-task", "-c") or (0, "1"))[1]) or 1
     most = max(script.tasks, 1) * max(1, script.nodes[1] if script.nodes else 1)
     if tasks > most * each and not re.search(r"excl|--overcommit|-O\b|--jobid", f"{asks} {options}"):
-        level = "warning" if script.tasks else "hint"
+        level: Literal["warning", "hint"] = "warning" if script.tasks else "hint"
         yield Found("step-exceeds-job", command.line, f"{tasks} tasks", str(most), level=level)
 
 

@@ -18,7 +18,7 @@ from envbuild.data import load_table
 from envbuild.data.schedulers import LAUNCHER_NAMES
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=")
-_HEREDOC = re.compile(r"<<(-?)\s*(['\"\\]?)([A-Za-z_]\w*)['\"]?")
+_HEREDOC = re.compile(r"<<(-?)\s*(['\"\\]?)([A-Za-z_!%@+.:][\w!%@+.:-]*)['\"]?")
 # Placeholders in guides: /home/<your-name>/env.
 _PLACEHOLDER = re.compile(r"<[A-Za-z][\w-]*(?: [A-Za-z][\w-]*){0,4}>")
 _ANSI_C = re.compile(r"\$'([^'\\]*+(?:\\.[^'\\]*+)*+)'", re.DOTALL)

@@ -37,7 +37,8 @@ _GAPS, _WORDS, _BARE_WORDS, _NAMES, _MAILS = (
 )
 _PRINTS = frozenset(["echo", "printf", ":", "cat", "[", "[[", "test", "read", "grep"])
 # A default in ${DATA:-/path/to/data} or a usage in ${1:?usage …} is no fault: users set DATA.
-_EXAMPLES = re.compile(r":[-?]|\b(?:mktemp|awk|jq|perl|sed|grep|read|usage)\b")
+_EXAMPLES = re.compile(r":[-?]|\b(?:mktemp|awk|jq|perl|sed|grep|read|[Uu]sage)\b|^\s*(?:[A-Z][a-z]+,? [a-z_]|[└├│])")
+_FOLDERS = re.compile("DIR|PATH|FOLDER|PROJECT|YOUR|WORK|REPO|HERE|ROOT|CODE")
 _MOST = 50  # values of a variable that are looked at
 _LONGEST = 200  # characters of a word with a placeholder
 # Directives whose values are names.
@@ -90,10 +91,10 @@ def of_directives(script: ParsedScript) -> Iterator[Found]:
             yield Found("directive-variable", line, name, level="" if harms and not label else "warning")
     for line, words in script.directives if script.kind == "slurm" else ():
         option = words[0].partition("=")[0].lstrip("-") if words[:1] and words[0].startswith("--") else ""
-        if re.fullmatch(r"[a-z-]{2,30}", option) and not any(
-            name.startswith(option) for name in WORDS["sbatch_options"]
-        ):
-            yield Found("option-unknown", line, f"--{option}")
+        options = WORDS["sbatch_options"] if re.fullmatch(r"[a-z-]{2,30}", option) else ()
+        if options and not any(name.startswith(option) for name in options):
+            alike = any(_is_misspelt(option, name) or (len(name) > 2 and name in option) for name in options)
+            yield Found("option-unknown", line, f"--{option}", level="" if alike else "hint")  # or a plugin's
     last = max((command.line for command in script.commands), default=0)
     for line, words in script.late:  # some keep directives for later at the end
         doubtful = line > last or _LABELS.match(words[0]) is not None
@@ -195,10 +196,14 @@ def of_placeholders(script: ParsedScript) -> Iterator[Found]:
         given = [text for option in _NAMED for text in option_values(words, option)]
         gaps = [match[0] for match in (_GAPS.search(f" {text} "), _MAILS.search(text)) if match]
         found = [*gaps, *(word for word in given if _NAMES.fullmatch(word) or _WORDS.search(word))]
-        yield from (Found("placeholder", line, word.strip()) for word in found[:1])
+        for word in found[:1]:  # {name} is what a program fills in
+            filled = re.match(r"\W*\{\{|\{\w+\}", word.strip()) and not given
+            level: Literal["", "hint"] = "hint" if filled else ""
+            yield Found("placeholder", line, word.strip(), level=level)
     for number, text in script.told:
         if (match := _GAPS.search(text)) and not _EXAMPLES.search(text):
-            yield Found("placeholder", number, match[match.lastindex or 0].strip())
+            level = "hint" if match[0].startswith("{{") else ""
+            yield Found("placeholder", number, match[match.lastindex or 0].strip(), level=level)
     for command in script.commands:
         if command.file or command.program in _PRINTS or command.program in _QUOTES - {"python"}:
             continue
@@ -206,8 +211,9 @@ def of_placeholders(script: ParsedScript) -> Iterator[Found]:
         found = [text for text in texts if len(text) < _LONGEST and (_WORDS.search(text) or _MAILS.search(text))]
         if match := _BARE_WORDS.search(" ".join(texts)):
             found.append(match[0])
-        if command.program == "cd" and re.fullmatch(r"[A-Z]+(?:_[A-Z]+)+", "".join(command.words[1:])):
-            found.append(command.words[1])
+        folder = "".join(command.words[1:]) if command.program == "cd" else ""
+        if re.fullmatch(r"[A-Z]+(?:_[A-Z]+)+", folder) and _FOLDERS.search(folder):
+            found.append(folder)
         for text in found[:1]:
             yield Found("placeholder", script.where(text, command.line), text)
 
@@ -245,7 +251,9 @@ def of_assignments(script: ParsedScript) -> Iterator[Found]:
         if begins and not (command.file or command.around):
             level: Literal["", "warning"] = "" if len(begins) == len(held) else "warning"
             yield Found("assignment-malformed", command.line, f"{begins[0]}=", level=level)
+        line = script.lines[command.line - 1]
         spaced = command.words[1:2] == ("=",) and re.fullmatch(r"[A-Za-z_]\w*", command.words[0])
+        spaced = spaced and re.search(rf"\b{command.words[0]}\s+=\s", line)
         if spaced and not (
             command.file or command.started_by or command.words[0] in ("test", "let", "expr", "alias", "set")
         ):

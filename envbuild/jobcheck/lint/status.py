@@ -151,6 +151,7 @@ def _last_step(script: ParsedScript) -> Iterator[Found]:
     kept = bool(_BRANCH.search(between)) or any(one.words[1:2] not in ((), ("0",)) or len(told) == 1 for one in ends)
     batch: Literal["", "hint"] = "" if script.facts and (script.gpus or script.trains) and after else "hint"
     kept |= step.background or step.end in ("&&", "||") or (step.end in ("|", "|&") and option_set(script, PIPEFAIL))
+    kept |= bool(told) and (told[-1].program.startswith("-") or _ENDS_WITH.match(" ".join(told[-1].words)) is not None)
     if told and not kept:
         yield Found("status-lost", told[-1].line, told[-1].program, level=batch)
 
@@ -159,6 +160,7 @@ def _is_work(command: Command) -> bool:
     """Return whether a command may be what the job is for."""
     text = " ".join(command.words)
     known = command.program in WORDS["helpers"] | ASKS | _MESSAGES or command.words[1:2] in (("-c",), ("--version",))
+    known &= command.words[:2] != ("conda", "run") and command.words[0] != "jupyter"
     known |= _OPTION.match(text) is not None or _FIRST_STEPS.search(command.program) is not None
     runs = (
         command.program == "eval" and len(command.words) == 2 and command.words[1].startswith("$") and "$(" not in text
