@@ -18,7 +18,18 @@ from envbuild.base.packages import CHANNEL_ALIAS
 from envbuild.base.toml import Document, list_at, read, table_at, value_at
 from envbuild.base.yaml_reader import parse_yaml
 from envbuild.imports.pip_files import beside, pip_line, poetry_requirement
-from envbuild.imports.statement import INDEX, OTHER_SYSTEM, SOURCE, TOOL, Statement, check_version, lost, text_of, texts
+from envbuild.imports.statement import (
+    ENVIRONMENTS,
+    INDEX,
+    OTHER_SYSTEM,
+    SOURCE,
+    TOOL,
+    Statement,
+    check_version,
+    lost,
+    text_of,
+    texts,
+)
 
 _SELECTOR = re.compile(r"\s#\s*\[([a-z0-9]+)\]\s*$")
 _SELECTED = {"linux": "", "unix": "", "linux64": "linux-64", "x86_64": "linux-64", "aarch64": "linux-aarch64"}
@@ -170,10 +181,9 @@ def pixi_entries(document: Document, root: tuple[str, ...]) -> Iterator[Statemen
                         yield lost(f"{key} = {given}", at, TOOL, group)
             elif name == "environments":
                 for key, about in table_at(value).items():
-                    reason = "the features of `default` are carried, others with --extra FEATURE"
                     # Its features are names that --extra may have.
                     names = " ".join(map(str, in_default)) if key == "default" else ""
-                    yield lost(f"{key} = {about}", document.where(*place, name, key), reason, names)
+                    yield lost(f"{key} = {about}", document.where(*place, name, key), ENVIRONMENTS, names)
             elif name == "channels" and place != root:
                 for statement in texts(document, (*place, name), "channel", group):
                     yield _table_entry(document, statement, (*place, name)) if statement.reason else statement

@@ -18,9 +18,11 @@ from pathlib import Path
 
 from envbuild.base.errors import UsageError
 from envbuild.base.files import parse_json
+from envbuild.base.text import normalise
 from envbuild.image.model import GOARCH
 from envbuild.imports.conda_files import conda_spec, read_conda_file
 from envbuild.imports.pip_files import Find, pip_words
+from envbuild.imports.pyproject import read_pyproject
 from envbuild.imports.statement import BRANCH, NOT_IN_IMAGE, NOT_TAKEN, Statement, lost, text_of
 from envbuild.recipe.targets import host_arch
 
@@ -49,6 +51,8 @@ _WITHOUT_EFFECT = ("-y", "-q", "-qq", "--yes", "--quiet", "--no-install-recommen
 _CONDA_FILES = ("-f", "--file")
 _CONDA_VALUED = ("-n", "--name", "-p", "--prefix", "--solver", "--repodata-fn", "--platform")
 _SHELL = "a command of the shell"
+# A folder with code as pip installs it: -e .[all]
+_FOLDER = re.compile(r"(?:(?:-e|--editable)[ =]?)?(\.{1,2}/?[\w./-]*|/[\w./-]+)(?:\[([\w., -]+)\])?")
 _FOR_COMMAND = "a variable of this command alone"
 _SYNC = re.compile(r"(?:\S*/)?(?:uv (?:\S+ )*?sync|(?:poetry|pipenv|pixi|pdm) (?:-\S+ )*(?:install|sync))(?= |$)")
 _CHOSEN_PYTHON = re.compile(
@@ -418,11 +422,29 @@ def _command(words: list[str], start: int, place: str, stage: _Stage, find: Find
     yield from (lost(word, place, _FOR_COMMAND) for word in words[:start] if "=" in word)
     left = words[start + len(found[0].split()) :]
     if kind == "pip":
-        yield from pip_words(left, place, find)
+        for statement in pip_words(left, place, find):
+            yield statement
+            yield from _own_requirements(statement, find)
     else:
         # `conda env` without a file reads this one.
         default = ["-f", "environment.yml"] if " env " in found[0] and not {*_CONDA_FILES} & set(left) else []
         yield from _packages([*left, *default], place, kind, find)
+
+
+def _own_requirements(statement: Statement, find: Find) -> Iterator[Statement]:
+    """Yield what pip reads in the pyproject.toml of a folder with code that it installs, with its named extras."""
+    match = _FOLDER.fullmatch(statement.text) if statement.kind == "requirement" else None
+    try:
+        path = find(posixpath.join(match[1], "pyproject.toml")) if match else None
+        if not match or not isinstance(path, Path):
+            return
+        extras = {normalise(one) for one in (match[2] or "").split(",") if one.strip()}
+        for one in read_pyproject(path):
+            if one.kind in ("requirement", "python"):
+                is_chosen = not extras.isdisjoint(map(normalise, one.group.split()))
+                yield replace(one, group="") if is_chosen else one
+    except UsageError as error:
+        yield lost(statement.text, statement.place, error.message)
 
 
 def _script(words: list[str]) -> str:

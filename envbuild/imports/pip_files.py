@@ -126,7 +126,9 @@ def _valued(
             yield lost(text, place, "a file at a URL: download it, and name it with --from")
         elif re.search(r"\.(toml|lock|cfg|py)$", value):  # uv reads these, too
             yield lost(text, place, f"not a requirements file: name {posixpath.basename(value)} with --from")
-        elif other is None or len(seen) > 20 or (isinstance(other, Path) and other.absolute() in seen):
+        elif len(seen) > 20 or (isinstance(other, Path) and other.absolute() in seen):
+            yield lost(text, place, "this file is being read already: it includes itself")
+        elif other is None:
             yield lost(text, place, "no such file here: name it with --from")
         elif isinstance(other, Path):
             try:

@@ -17,7 +17,7 @@ from envbuild.base.errors import UsageError
 from envbuild.base.text import normalise
 from envbuild.base.toml import Document, list_at, read, table_at, value_at
 from envbuild.data import load_table
-from envbuild.imports.conda_files import KINDS, conda_entries, pixi_entries
+from envbuild.imports.conda_files import KINDS, conda_entries, conda_spec, pixi_entries
 from envbuild.imports.pip_files import beside, pip_line, poetry_requirement, poetry_specifier
 from envbuild.imports.signs import gpu_signs
 from envbuild.imports.statement import (
@@ -85,6 +85,9 @@ _READ: tuple[tuple[str, ...], ...] = (
 # conda's platforms of the architectures.
 _PLATFORMS = {"x86_64": "linux-64", "aarch64": "linux-aarch64"}
 _HATCH, _HATCH_KEYS = ("tool", "hatch", "envs"), ("dependencies", "extra-dependencies")
+_CONDA_ONLY = re.compile(
+    r"pytorch(?:-(?:cuda|gpu|cpu|mutex))?|cudatoolkit|cuda-(?:version|nvcc|cudart|libraries)|cudnn|nccl"
+)
 _POETRY, _CONDA_LOCK = ("tool", "poetry"), ("tool", "conda-lock")
 
 
@@ -348,6 +351,8 @@ def _without_own(
 
 def _poetry(document: Document) -> Iterator[Statement]:
     poetry = table_at(document.data, *_POETRY)
+    conda_lock = table_at(document.data, *_CONDA_LOCK)
+    is_conda = bool(conda_lock) and conda_lock.get("default-non-conda-source") != "pip"
     extras: dict[str, list[str]] = {}
     for name, found in table_at(poetry, "extras").items():
         at = document.where(*_POETRY, "extras", name)
@@ -363,6 +368,11 @@ def _poetry(document: Document) -> Iterator[Statement]:
                     yield Statement("python", poetry_specifier(str(about.get("version"))) or ">=3", place)
                     continue
                 optional = " ".join(extras.get(normalise(name), ["optional"])) if about.get("optional") else ""
+                version = poetry_specifier(str(about.get("version", "*")))
+                # conda-lock reads poetry's dependencies as packages of conda; PyPI has others under these names.
+                if is_conda and _CONDA_ONLY.fullmatch(name) and about.get("source") != "pypi" and version is not None:
+                    yield conda_spec("conda", f"{name} {version}".strip(), place, group or optional)
+                    continue
                 yield from poetry_requirement(name, about, place, group or optional)
 
 

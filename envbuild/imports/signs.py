@@ -21,6 +21,7 @@ from envbuild.data import load_table
 from envbuild.imports.statement import (
     BOUND,
     BRANCH,
+    ENVIRONMENTS,
     NOT_IN_IMAGE,
     NOT_TAKEN,
     OTHER_SYSTEM,
@@ -298,7 +299,7 @@ def _forms(statement: Statement) -> Iterator[_Form]:
     yield kind, text
     if kind in _REQUIREMENTS:
         yield from ((kind, form) for form in _names(text))
-    elif kind in ("lost", "env") and not text.startswith(_PROSE) and statement.reason != BOUND:
+    elif kind in ("lost", "env") and not text.startswith(_PROSE) and statement.reason not in (BOUND, ENVIRONMENTS):
         text = statement.text[:_MAX_SCRIPT]
         for word in dict.fromkeys(_WORD.findall(text)):
             # A table of pyproject.toml may be named by a package; upper case names a variable.

@@ -37,6 +37,7 @@ TOOL = "a setting of that tool, not a package"
 BOUND = (
     "the target has this index; that the package comes from it alone is said in [indexes] of the recipe and the site"
 )
+ENVIRONMENTS = "the features of `default` are carried, others with --extra FEATURE"
 OWN = "the project itself: name its extras with --extra; own code belongs to [project]"
 OWN_NAME = (
     "a package of this workspace or folder: under its bare name an index would serve somebody else's package;"

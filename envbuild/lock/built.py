@@ -246,13 +246,18 @@ def filtered_names(stderr: str) -> list[str]:
 
 def without_wheel(stderr: str) -> str | None:
     """Return the requirement (name and versions) that has no wheel according to uv, or None for any other cause."""
-    match = _CAUSES["wheel"].search(" ".join(stderr.split()))
+    match = _CAUSES["wheel"].search(_one_line(stderr))
     return f"{match[1]}{match[2] or ''}" if match else None
+
+
+def _one_line(stderr: str) -> str:
+    """Return uv's explanation on one line, without the markers of names: rich{sys_platform == 'linux'}==13.7."""
+    return re.sub(r"(?<=[\w\]])\{[^{}]*\}", "", " ".join(stderr.split()))
 
 
 def _cause(stderr: str, direct: set[str]) -> tuple[str, str, str] | None:
     """Return (kind, normalised name, specifier) of the first cause; causes about direct requirements come first."""
-    text = " ".join(stderr.split())
+    text = _one_line(stderr)
     found = [(kind, normalise(m[1]), m[2] or "") for kind, pattern in _CAUSES.items() for m in pattern.finditer(text)]
     return min(found, key=lambda cause: cause[1] not in direct, default=None)
 

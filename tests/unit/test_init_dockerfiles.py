@@ -266,3 +266,17 @@ def test_other_files_than_requirements_are_no_requirements_files(context: Path, 
 )
 def test_the_python_that_a_command_chooses_is_the_recipes(context: Path, line: str) -> None:
     assert read(context, f"FROM debian:12\n{line}\nRUN uv pip install rich\n")[1].python == "3.12"
+
+
+def test_the_requirements_of_a_project_that_pip_installs_are_the_images(context: Path) -> None:
+    (context / "pyproject.toml").write_text(
+        '[project]\nname = "own"\nrequires-python = ">=3.12"\ndependencies = ["rich"]\n'
+        '[project.optional-dependencies]\nspeed = ["xformers"]\ndocs = ["sphinx"]\n'
+    )
+    text = "FROM debian:12\nWORKDIR /src\nCOPY . .\nRUN pip install -e .[speed] && pip install /other\n"
+    draft, recipe = read(context, text)
+    assert recipe.requirements == ("rich", "xformers") and recipe.python == "3.13"
+    assert "xformers (CUDA)" in draft.warning
+    reasons = {one.text: one.reason for one in draft.lost}
+    assert reasons["sphinx"].endswith("--extra docs") and "own code belongs" in reasons["-e .[speed]"]
+    assert read(context, text.replace("COPY . .", "COPY src src"))[1].requirements == ()

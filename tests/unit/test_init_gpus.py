@@ -451,6 +451,13 @@ def test_the_index_of_another_accelerator_never_enters_a_target(tmp_path: Path) 
     assert len([one for one in draft.lost if one.reason.startswith("no target is for")]) == 3
 
 
+def test_the_environments_of_pixi_are_named_by_their_features(tmp_path: Path) -> None:
+    text = f'{_PIXI}[feature.cuda.dependencies]\ncuda-version = "12.6.*"\n[environments]\nfast = ["cuda"]\n'
+    draft, _ = imported(tmp_path, "pixi.toml", text)
+    assert draft.warning.startswith("extras or groups") and draft.warning.endswith("--extra cuda")
+    assert "fast" not in draft.warning
+
+
 def test_the_warning_is_printed_last_and_in_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "requirements.txt").write_text("torch\nflash-attn\n")

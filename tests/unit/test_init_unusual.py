@@ -376,3 +376,32 @@ def test_an_architecture_without_a_target_is_no_other_system(tmp_path: Path) -> 
     reasons = {one.text: one.reason for one in draft_of(tmp_path / "environment.yml")[0].lost}
     assert reasons["linux-ppc64le"].startswith("for another architecture")
     assert reasons["win-64"].startswith("for another operating system")
+
+
+def test_packages_that_only_conda_has_are_condas_for_conda_lock(tmp_path: Path) -> None:
+    text = """\
+[tool.poetry]
+name = "a"
+[tool.poetry.dependencies]
+python = "^3.11"
+pytorch = "^2.1"
+pytorch-cuda = "12.1"
+rich = "13.7"
+[tool.conda-lock]
+channels = ["nvidia", "pytorch"]
+"""
+    (tmp_path / "pyproject.toml").write_text(text)
+    _, recipe = draft_of(tmp_path / "pyproject.toml", target=None)
+    assert recipe.conda.dependencies == ("pytorch >=2.1,<3", "pytorch-cuda ==12.1") and "cu121-x86_64" in recipe.targets
+    assert recipe.conda.requirements == ("rich==13.7",)
+    pip = text.replace("channels", 'default-non-conda-source = "pip"\nchannels')
+    (tmp_path / "pyproject.toml").write_text(pip)
+    assert draft_of(tmp_path / "pyproject.toml", target=None)[1].environment == "venv"
+
+
+def test_a_file_that_includes_itself_is_listed_with_that_reason(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("-r more.txt\nrich\n")
+    (tmp_path / "more.txt").write_text("-c requirements.txt\nnumpy\n")
+    draft, recipe = draft_of(tmp_path / "requirements.txt")
+    assert recipe.requirements == ("numpy", "rich")
+    assert [one.reason for one in draft.lost] == ["this file is being read already: it includes itself"]

@@ -308,3 +308,8 @@ def test_the_reason_behind_a_proxy_is_the_innermost_one() -> None:
     error = requests.exceptions.ProxyError(MaxRetryError(None, "/", reason))  # type: ignore[arg-type]
     error.__context__ = error.args[0]
     assert "Connection refused" in reason_of(error) and "Unable" not in reason_of(error)
+
+
+def test_uvs_markers_are_no_part_of_a_name() -> None:
+    said = "Because thing{sys_platform == 'linux'}==1.5.1 has no usable wheels and you require it"
+    assert without_wheel(said) == "thing==1.5.1"
