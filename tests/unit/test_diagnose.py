@@ -2291,6 +2291,15 @@ def test_a_reason_in_another_line_or_a_number_is_read(lines: list[str], rule: st
         ),
         (["forrtl: severe (29): file not found, unit 7"], "file not found, unit 7"),
         (["thread 'main' panicked at src/belt.rs:4:5:", "belt is loose"], "belt is loose"),
+        (
+            [
+                *_TRACEBACK[:-1],
+                "pydantic.ValidationError: 1 validation error for Belt",
+                "slack",
+                "  Input should be 3 mm",
+            ],
+            "Input should be 3 mm",
+        ),
         (["the belt is unreachable", "FAILED: done at Mon Jan  5 04:36:42 2026"], "the belt is unreachable"),
     ],
 )
@@ -2320,6 +2329,25 @@ def test_what_a_program_survived_is_no_cause_of_its_exception(line: str) -> None
 def test_a_traceback_right_behind_an_error_of_another_process_is_read() -> None:
     lines = ["WARN could not import: ImportError('belt')", *(f"ERROR [core.py:5] {line}" for line in _TRACEBACK)]
     assert exception(*lines)[-1].startswith("ERROR [core.py:5] ")
+
+
+@pytest.mark.parametrize(
+    ("line", "unfounded"),
+    [
+        ("LocalEntryNotFoundError: An error happened while trying to locate the file on the Hub", "hub-entry"),
+        ("ImportError: libbelt.so.1: cannot open shared object file: Stale file handle", "no-library"),
+        ("pods is forbidden: User u cannot list resource pods in the namespace belt", "pod-refused"),
+        ("Port 8080 is not active", "ib-port"),
+        ("mount: /mnt: wrong fs type, bad option, bad superblock on 10.0.0.1:/belt", "squashfs-broken"),
+        ("pyarrow.lib.ArrowInvalid: Could not convert 'belt' with type str: tried to convert to int64", "data-damaged"),
+        ("FileNotFoundError: Could not find the belt", "dataset-missing"),
+        ("Error 8020: belt", "fabric-manager"),
+        ("WARNING: skipping mount of /belt: mount source /belt doesn't exist", "mount-missing"),
+        ("node(s) had untolerated taint {node.kubernetes.io/not-ready: }", "pod-network"),
+    ],
+)
+def test_a_rule_does_not_hold_where_its_words_mean_something_else(line: str, unfounded: str) -> None:
+    assert unfounded not in told(line)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,8 @@ _RELAYS = re.compile(
 )
 # Timestamps, which differ between the lines of a traceback and are removed from their prefixes.
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[T ][\d:.,]+|\d\d:\d\d:\d\d[\d.,]*")
+# pydantic's exception names the field in the next line, and the reason behind it.
+_OF_FIELDS = re.compile(r"\b\d{1,4} validation errors? for \S+\s*$")
 # A line that begins a record of a logger, and is no further line of a message.
 _RECORD = re.compile(r"\s*(?:\[?\d{4}-|\[?[IWEF]\d{4} |\[?(?:INFO|WARNING|ERROR|DEBUG)\b|\[rank\d|srun: )")
 # The maximum of lines per traceback, of open tracebacks, and of a message after its first line.
@@ -358,7 +360,7 @@ _DECISIVE = (
 
 def _is_open(text: str) -> bool:
     """Return whether the message in `text` continues in the next line."""
-    return text.rstrip().endswith(":") or text.rstrip().endswith("(")
+    return text.rstrip().endswith((":", "(")) or _OF_FIELDS.search(text) is not None
 
 
 def _exception(one: _Open, line: Line, text: str, before: str) -> tuple[re.Match[str] | None, bool]:
