@@ -18,7 +18,7 @@ from envbuild.base import process
 from envbuild.base.errors import EnvbuildError, UsageError
 from envbuild.base.git import run_git
 from envbuild.base.toml import nearest
-from envbuild.build.planning import plan_of
+from envbuild.build.image import plan_of
 from envbuild.contract.kinds import ARTIFACTS, kinds_of
 from envbuild.environment import Environment
 from envbuild.recipe.load import LoadedRecipe

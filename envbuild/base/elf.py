@@ -25,7 +25,7 @@ _PT_LOAD, _PT_DYNAMIC = 1, 2
 _NEEDED, _STRSZ, _SONAME, _RPATH, _RUNPATH = 1, 10, 14, 15, 29
 _VERDEF, _VERDEFNUM, _VERNEED, _VERNEEDNUM = 0x6FFFFFFC, 0x6FFFFFFD, 0x6FFFFFFE, 0x6FFFFFFF
 _WEAK = 2  # VER_FLG_WEAK: the loader does without such a version
-_END = 32 << 20  # the names in libtorch_cpu.so take 6 MB
+_END = 32 << 20  # the names in libtorch_cpu.so take 6 MB, those at the beginning of Intel's extension 41 MB
 # Upper limits for a table's length and for an offset in a file: a damaged header may contain any number.
 _MOST, _FAR = 1 << 27, 1 << 40
 Unpack = Callable[[str, int], tuple[int, ...]]
@@ -205,7 +205,7 @@ class ElfParts:
     """
 
     def __init__(self, size: int) -> None:
-        self._wanted = [(0, _END), (size - _END, size)]
+        self._wanted = [(0, 2 * _END), (size - _END, size)]
         self._offsets, self._pieces, self._at = list[int](), list[bytes](), 0
 
     def add(self, piece: bytes) -> None:

@@ -1,4 +1,7 @@
-"""Verified images from a recipe: assembled in the store, then loaded, written or pushed."""
+"""Verified images from a recipe: assembled in the store, then loaded, written or pushed.
+
+And the plan of an artifact of any kind, for commands that do not build it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from envbuild.build.commit import has_receipt, keep_receipt, verify_staged
 from envbuild.build.image_layers import AssembledImage, PreparedImage, assemble
 from envbuild.build.installing import LayerFolder
 from envbuild.build.prepare import build_layers, image_python, prepare
-from envbuild.contract.kinds import DOCKER
+from envbuild.contract.kinds import DOCKER, Artifact, FolderArtifact
 from envbuild.contract.receipt import pushed_as, receipt_path, record_push
 from envbuild.contract.state import IMAGE
 from envbuild.contract.verification import FULL, Thoroughness
@@ -204,3 +207,27 @@ def verify_image(client: Any, plan: Plan, image: BuiltImage, options: ImageOptio
     subject = image_subject(client, image, settings, environment.site.limits)
     held = f"the daemon keeps the failed image as {image.image_id[:19]}"
     keep_receipt(verify_staged(subject, settings, environment, beside, held=held, more=more), beside)
+
+
+def plan_of(
+    kind: Artifact,
+    loaded: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    *,
+    here: bool = True,
+    bytecode: bool = True,
+    verify: bool = True,
+    **use: Unpack[LockUse],
+) -> Plan:
+    """Return the plan of an artifact of `kind`, as its build makes it.
+
+    Raises the errors of that build, without `verify` those of a build without verification. Without `here`, it raises
+    no error that depends on this host. `bytecode` is whether to look for the interpreter that compiles an image's
+    bytecode.
+    """
+    if isinstance(kind, FolderArtifact):
+        from envbuild.build.folder import prepare_folder  # images need nothing of environments in folders
+
+        return prepare_folder(kind, loaded, target, environment, here=here, verify=verify, **use)[0]
+    return prepare_image(loaded, target, environment, bytecode=bytecode, here=here, verify=verify, **use).plan

@@ -242,7 +242,7 @@ def _build_by_job(
     kind: FolderArtifact, options: BuildOptions, environment: Environment, loaded: LoadedRecipe, target: Target
 ) -> None:
     """Render the job that builds `kind` of the recipe, and submit it on request."""
-    from envbuild.build.planning import plan_of
+    from envbuild.build.image import plan_of
     from envbuild.bundle import make_bundle, tools_python
     from envbuild.jobs.build import Build, plan_build, render_build
     from envbuild.jobs.model import JobRequest

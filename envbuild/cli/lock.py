@@ -289,7 +289,9 @@ class LockRun:
             upgrade = [n for n in upgrade if normalise(n) in wheels or conda is None or not conda.knows(n)]
         of_python = kind.label.removeprefix(kind.name)
         log(f"{loaded.recipe.name} {target.name}{of_python}: resolving …")
-        pylock = self._update(kind, upgrade).pylock
+        made = self._update(kind, upgrade)
+        pylock = made.pylock
+        self._check_extensions(kind, made)
         if "pylock" in self.exports:
             # PEP 751: pylock.NAME.toml, without dots in NAME. Unlike the lock, it contains the URLs of this site.
             words = [
@@ -299,6 +301,23 @@ class LockRun:
             ]
             name = "-".join(words).replace(".", "-")
             self._write_export(self.folder / f"pylock.{name}.toml", without_credentials(pylock))
+
+    def _check_extensions(self, kind: LockKind[Lock], made: Resolved[Lock]) -> None:
+        """Warn of locked extensions that do not load with the locked torch; what cannot be read is a note."""
+        if "torch" not in made.lock.versions:
+            return
+        from envbuild.extensions import LOCK_BYTES, Extensions  # most locks of CPU recipes have neither
+
+        extensions = Extensions(
+            kind.recipe, kind.target, made.lock, self.environment, self.offline, LOCK_BYTES, made.pylock
+        )
+        for finding in extensions.findings():
+            if finding.status == "good":
+                continue
+            text = f"{kind.target.name}: {finding.text}"
+            hint = f"; {finding.fix}" if finding.fix else ""
+            log(f"{'warning' if finding.status == 'bad' else 'note'}: {text}{hint}")
+            self.report.extensions.append(f"{kind.recipe.recipe.name}, {text}")
 
     def lock_images(self, loaded: LoadedRecipe, target: Target) -> None:
         """Update each lock of the target's images that is missing, stale or to be upgraded."""

@@ -13,8 +13,7 @@ from envbuild.base.errors import EnvbuildError, LockError, RecipeError, UsageErr
 from envbuild.base.files import build_folder
 from envbuild.base.progress import log
 from envbuild.base.toml import nearest
-from envbuild.build.image import image_layers, prepare_image
-from envbuild.build.planning import plan_of
+from envbuild.build.image import image_layers, plan_of, prepare_image
 from envbuild.build.prepare import build_layers
 from envbuild.bundle import make_bundle
 from envbuild.cli import complete, layout

@@ -12,16 +12,18 @@ from typing import Any
 
 import click
 
+from envbuild.base.errors import LockError
 from envbuild.base.files import build_folder
 from envbuild.cli import complete, layout
 from envbuild.cli.common import open_recipe, open_target, print_json, show, with_options
 from envbuild.compat.judge import gpu_findings, judge
 from envbuild.compat.rows import CompatFinding, load_rows
 from envbuild.contract.receipt import read_receipt, recorded_gpu_code
+from envbuild.environment import Environment
 from envbuild.gpus import Containers
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.lifecycle import LockState
-from envbuild.locks import locked_stack, needed_locks
+from envbuild.locks import locked_stack, needed_locks, wheel_locks
 from envbuild.recipe.find import list_recipes, search_folders
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.model import LayerTable, layer_kind
@@ -181,18 +183,26 @@ def _conda_lock(state: LockState[CondaLock]) -> str:
     help="ACCELERATOR-ARCH, such as cu126-x86_64. Default: all.",
 )
 @click.option("--driver", metavar="VERSION", help="Driver version of the nodes, as nvidia-smi prints it.")
-@with_options("json")
-def check_command(recipe: str | None, target: str | None, driver: str | None, as_json: bool) -> None:
+@click.option(
+    "--suggest", is_flag=True, help="For extensions that do not fit torch, find the newest release that fits."
+)
+@with_options("offline", "json")
+def check_command(
+    recipe: str | None, target: str | None, driver: str | None, suggest: bool, offline: bool, as_json: bool
+) -> None:
     """Check whether the parts of RECIPE are compatible, link by link, each with its source.
 
     Checks glibc, driver, CUDA, torch, NCCL, the plugin, libfabric and the network, and lists the GPUs on which the
-    recipe runs. Locked versions are checked if there is a lock, else the pins of the recipe. Needs no network. Exit
-    code 3 when a combination is known not to work.
+    recipe runs. Locked versions are checked if there is a lock, else the pins of the recipe. Locked packages with code
+    that is compiled against torch (torchvision, xformers, vllm, …) are checked by their symbols, which are read from
+    the index by ranges, once for each wheel; the rest needs no network. Exit code 3 when a combination is known not to
+    work.
 
     \b
     Examples:
       envbuild check pt_cu126
       envbuild check gh200_cu126 --target cu126-aarch64 --driver 550.54.15
+      envbuild check pt_vision --suggest
       envbuild check ./recipe.toml --json
     """
     environment = load_environment()
@@ -205,6 +215,7 @@ def check_command(recipe: str | None, target: str | None, driver: str | None, as
         stack = replace(stack, driver=driver)
         words = loaded.recipe.targets[parsed.name].gpus
         findings = judge(stack) + gpu_findings(stack, words, _built(loaded.recipe.name, parsed))
+        findings += _extensions(loaded, parsed, environment, offline=offline, suggest=suggest)
         statuses = {finding.status for finding in findings}
         # `rocm` is shown only for targets that have it, so that the output for others does not change.
         shown = [field for field in stack.__slots__ if field != "packages" and (field != "rocm" or stack.rocm)]
@@ -236,6 +247,19 @@ def check_command(recipe: str | None, target: str | None, driver: str | None, as
             click.echo(click.style(line, dim=True))
     if any(row["verdict"] == "bad" for row in rows_of_targets):
         sys.exit(3)
+
+
+def _extensions(
+    loaded: LoadedRecipe, target: Target, environment: Environment, *, offline: bool, suggest: bool
+) -> list[CompatFinding]:
+    """Return a finding for each locked extension of torch; [] without a current lock."""
+    with suppress(LockError):  # the stack's basis says that it cannot be read
+        state = wheel_locks(loaded, target)[0].inspect() if loaded.has_wheels(target) else None
+        if state and state.lock and not state.fault:
+            from envbuild.extensions import Extensions  # with the HTTP client, which other commands of this module lack
+
+            return Extensions(loaded, target, state.lock, environment, offline).findings(suggest=suggest)
+    return []
 
 
 def _built(recipe: str, target: Target) -> dict[str, Containers]:

@@ -380,11 +380,15 @@ class VerifiedUpgrade:
 
 @dataclass(frozen=True, slots=True)
 class UpgradeReport:
-    """Changes of one run of `envbuild lock`, for reviewers; `faults` are errors of the vulnerability database."""
+    """Changes of one run of `envbuild lock`, for reviewers; `faults` are errors of the vulnerability database.
+
+    `extensions` are lines about extensions that do not load with the locked torch, or may not.
+    """
 
     changes: list[LockChange] = field(default_factory=list)
     verified: list[VerifiedUpgrade] = field(default_factory=list)
     faults: list[VerificationError] = field(default_factory=list)
+    extensions: list[str] = field(default_factory=list)
 
     def render(self, table: AuditTable, store: Store, exemptions: Sequence[Exemption] = ()) -> str:
         """Return the report in Markdown; with a database, the vulnerabilities before and after.
@@ -410,6 +414,8 @@ class UpgradeReport:
                 text += [f"Overridden, whatever packages ask for: {', '.join(f'`{one}`' for one in overrides)}.", ""]
             if change.limits:
                 text += [f"By their age, {'; '.join(change.limits)}.", ""]
+        if self.extensions:
+            text += ["## Extensions of torch", "", *(f"- {line}" for line in self.extensions), ""]
         for verified in self.verified:
             text += _verified(verified)
         if table.database:

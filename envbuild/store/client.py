@@ -6,17 +6,29 @@ It fetches single files into the store, several at a time.
 from __future__ import annotations
 
 import hashlib
+import io
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from envbuild.base.progress import OnProgress, transfer
 from envbuild.base.workers import each
 from envbuild.cache.download import locked_partial, open_download
-from envbuild.cache.http import BLOCK, HttpClient, Mismatch, NotFound, Transport, failure, read_all, with_retries
+from envbuild.cache.http import (
+    BLOCK,
+    HttpClient,
+    Mismatch,
+    NotFound,
+    RequestFailed,
+    Transport,
+    failure,
+    read_all,
+    with_retries,
+)
 from envbuild.site.pip_config import PipConfig, ca_bundle
 from envbuild.store.store import Store
 
@@ -24,6 +36,7 @@ if TYPE_CHECKING:
     import requests
 
 _MOST_PAGE = 1 << 28
+_FIRST_RANGE, _LARGEST_RANGE = 1 << 16, 1 << 25
 _ADVICE = " (credentials? netrc and user:password@ in pip's index-url are read)"
 
 
@@ -48,6 +61,43 @@ def transport_of(pip: PipConfig, env: Mapping[str, str], insecure: frozenset[str
         insecure=insecure,
         unverified=frozenset(pip.trusted_hosts),
     )
+
+
+class RangeFile(io.RawIOBase):
+    """A file on a server, read by ranges; the longer a reader goes on in order, the longer are the ranges."""
+
+    def __init__(self, size: int, ask: Callable[[int, int], bytes]) -> None:
+        """`ask` returns the bytes [start, end)."""
+        self._size, self._ask = size, ask
+        self._place, self._start, self._data, self._range = 0, 0, b"", _FIRST_RANGE
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
+        self._place = base + offset
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        end = self._start + len(self._data)
+        if not self._start <= self._place < end:
+            if self._place >= self._size:
+                return 0
+            self._range = min(self._range * 2, _LARGEST_RANGE) if self._place == end else _FIRST_RANGE
+            self._start = self._place
+            self._data = self._ask(self._place, min(self._place + self._range, self._size))
+        at = self._place - self._start
+        piece = self._data[at : at + len(buffer)]
+        buffer[: len(piece)] = piece
+        self._place += len(piece)
+        return len(piece)
 
 
 @dataclass
@@ -79,6 +129,31 @@ class Client:
                 return Page(response.url, response.headers, content)
 
         return with_retries(get, self._http.transport.retries if patient else 0, self.stop)
+
+    def open(self, url: str) -> IO[bytes]:
+        """Open the file at `url`, which is read by ranges. Fails for a server without ranges, and so may each read."""
+        if url.startswith("file:"):
+            try:
+                return path_of(url).open("rb")
+            except OSError as error:
+                raise NotFound(f"cannot be read: {error.strerror}") from None
+        _, size = self._range(url, 0, 1)
+        return io.BufferedReader(RangeFile(size, lambda start, end: self._range(url, start, end)[0]), 1 << 13)
+
+    def _range(self, url: str, start: int, end: int) -> tuple[bytes, int]:
+        """Return the bytes [start, end) of the file at `url`, and its size."""
+
+        def ask() -> tuple[bytes, int]:
+            with self._answer(url, {"Range": f"bytes={start}-{end - 1}"}) as response:
+                about = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", response.headers.get("Content-Range", ""))
+                if response.status_code != 206 or about is None or int(about[1]) != start:
+                    raise RequestFailed("the server has no byte ranges", answered=True)
+                data = response.content
+                if len(data) != int(about[2]) - start + 1:
+                    raise RequestFailed("it sent another range", answered=True, transient=True)
+                return data, int(about[3])
+
+        return with_retries(ask, self._http.transport.retries, self.stop)
 
     def reach(self, url: str) -> None:
         """Request `url` once, without reading the body."""

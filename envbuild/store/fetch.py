@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -78,6 +78,39 @@ Answers = Mapping[Item, list[SourceAnswer]]
 _NAMED, _CAUSES = 5, 4
 
 
+@dataclass
+class WheelSources:
+    """The sources of each project; see `locate_wheels`. All wheels share the pages that were read."""
+
+    pip: PipConfig
+    site: Site
+    indexes: Sequence[str]
+    bound: Mapping[str, str]
+    offline: bool
+    default_index: Callable[[], str]
+    patient: bool = True
+    _known: dict[str | None, list[PackageSource]] = field(default_factory=dict)
+
+    def __call__(self, project: str) -> list[PackageSource]:
+        """Return the sources of `project` in their order. Raises KeyError for an index that the site does not name."""
+        index = self.bound.get(project)
+        if index is not None and "://" in index:
+            urls = [url for url in self.site.mirrored(index) if not self.offline or url.startswith("file:")]
+            return [single_file(url, path_of(index).name) for url in urls]
+        only = None if index is None else self.site.indexes[index]
+        if index not in self._known:
+            self._known[index] = remote_sources(
+                self.pip,
+                self.site,
+                self.indexes,
+                self.offline,
+                self.default_index,
+                only=only,
+                patient=self.patient,
+            )
+        return self._known[index]
+
+
 def locate_wheels(
     wheels: Sequence[WantedWheel],
     store: Store,
@@ -97,27 +130,18 @@ def locate_wheels(
     the site only, or is the file at that URL. Raises BuildError that names each missing wheel with every source's
     answer.
     """
-    folders = local_files(pip)
-
-    @cache
-    def sources_of(index: str | None) -> list[PackageSource]:
-        only = None if index is None else site.indexes[index]
-        return remote_sources(pip, site, indexes, offline, default_index, only=only)
+    folders, sources_of = local_files(pip), WheelSources(pip, site, indexes, bound, offline, default_index)
 
     def on_disk(wheel: WantedWheel, answers: list[SourceAnswer]) -> Path | None:
-        return stored_wheel(wheel, store) or _in_folders(wheel, folders, store, answers)
+        return local_wheel(wheel, folders, store, answers)
 
     def remote(missing: Sequence[WantedWheel], answers: Answers[WantedWheel]) -> dict[WantedWheel, Path]:
         sources = {}
         for wheel in missing:
-            index = bound.get(wheel.name)
-            if index is not None and "://" in index:
-                urls = [url for url in site.mirrored(index) if not offline or url.startswith("file:")]
-                sources[wheel] = [single_file(url, path_of(index).name) for url in urls]
-            elif index is None or index in site.indexes:
-                sources[wheel] = sources_of(index)
-            else:
-                answers[wheel].append(SourceAnswer(f"index {index!r}", "not named in [indexes] of site.toml"))
+            try:
+                sources[wheel] = sources_of(wheel.name)
+            except KeyError as error:
+                answers[wheel].append(SourceAnswer(f"index {error.args[0]!r}", "not named in [indexes] of site.toml"))
         return _download_wheels(sources, answers, store, Client(pip, env))
 
     hint = (
@@ -214,6 +238,13 @@ def stored_wheel(wheel: WantedWheel, store: Store) -> Path | None:
     """Return the file of `wheel` in the store, None without one. A file with another wheel's name does not count."""
     fits = partial(matches, name=wheel.name, version=wheel.version)
     return next(filter(None, (store.find("wheels", sha256, fits) for sha256 in sorted(wheel.hashes))), None)
+
+
+def local_wheel(
+    wheel: WantedWheel, folders: Sequence[tuple[Path, list[str]]], store: Store, answers: list[SourceAnswer]
+) -> Path | None:
+    """Return the file of `wheel` in the store or in `folders` of find-links, None without one; add their `answers`."""
+    return stored_wheel(wheel, store) or _in_folders(wheel, folders, store, answers)
 
 
 def _in_folders(

@@ -14,6 +14,7 @@ built/ builders/ pythons/      built source layers, builder images, notes on the
 interpreters/                  Pythons that uv downloaded
 maps/                          which parts of image files are those of segments
 facts/                         what builds need to know of wheels whose layers exist
+symbols/<sha256>/              the symbol tables of a wheel's libraries
 digests/                       sha256 of files since the boot, by path and stat
 recipes/                       what the builds of each recipe have used
 history/                       what the verifications of each recipe measured

@@ -63,6 +63,7 @@ _KINDS = (
     _Kind("maps of image files", "maps/*.json", noted=False),
     _Kind("attestations of images", "attested/*", noted=False),
     _Kind("facts of wheels", "facts/*.json", noted=False),
+    _Kind("symbols of wheels", "symbols/*", noted=False),
     _Kind("contents of layers", "listings/*.members", noted=False),
     _Kind("seals of environments", "seals/*.json", noted=False),
 )

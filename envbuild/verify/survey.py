@@ -10,7 +10,7 @@ import os
 import posixpath
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,22 +171,15 @@ def _configured(files: Files) -> Iterator[str]:
 
 
 def _check_symbols(loader: _Loader, linkage: Linkage) -> None:
-    users: dict[str, list[str]] = {}
+    users = _users(loader)
     for path in loader.libraries:
-        together, absent = loader.closure(path)
-        for soname in together:
-            users.setdefault(soname, []).append(path)
-        for library in absent & set(loader.libraries[path].needed):
+        for library in loader.closure(path)[1] & set(loader.libraries[path].needed):
             linkage.absent[library] = linkage.absent.get(library, 0) + 1
     linkage.absent = dict(sorted(linkage.absent.items()))
     for path, elf in loader.libraries.items():
         for family in symbol_families() if elf.symbols else ():
-            missing = []
-            for name, version in elf.symbols.undefined(family.symbols) if elf.symbols else ():
-                linkage.symbols += 1
-                near = map(loader.elf, _scope(loader, path, users))
-                if not any(elf and elf.symbols and elf.symbols.has(name, version) for elf in near):
-                    missing.append(name.decode(errors="replace") + (f"@{version}" if version else ""))
+            count, missing = _missing(loader, path, family, users)
+            linkage.symbols += count
             if not missing:
                 continue
             # Where the library is absent, or the process brings it by other ways, the symbols are not judged.
@@ -204,6 +197,41 @@ def _check_symbols(loader: _Loader, linkage: Linkage) -> None:
                 where = f"not defined in {named}" if inside else "defined in no library that it loads"
                 more = f" and {len(missing) - 1} more symbols of {family.name} are" if len(missing) > 1 else " is"
                 linkage.undefined.append(f"{loader.shown(path)}: {missing[0]}{more} {where}")
+
+
+def missing_symbols(
+    root: str, libraries: Mapping[str, Elf], machine: int, files: Files, family: SymbolFamily, paths: Iterable[str]
+) -> dict[str, tuple[int, list[str]]]:
+    """Link `libraries` as `link`; return the number of symbols of `family` that each of `paths` needs, and the missing.
+
+    Symbols of absent libraries are missing too.
+    """
+    loader = _Loader(root, libraries, machine, files)
+    users = _users(loader)
+    return {path: _missing(loader, path, family, users) for path in paths}
+
+
+def _users(loader: _Loader) -> dict[str, list[str]]:
+    """Return the libraries that load each library."""
+    users: dict[str, list[str]] = {}
+    for path in loader.libraries:
+        for library in loader.closure(path)[0]:
+            users.setdefault(library, []).append(path)
+    return users
+
+
+def _missing(loader: _Loader, path: str, family: SymbolFamily, users: Mapping[str, list[str]]) -> tuple[int, list[str]]:
+    """Return the number of undefined symbols of `family` in the library at `path`, and those that no library has."""
+    symbols = loader.libraries[path].symbols
+    needed = [*symbols.undefined(family.symbols)] if symbols else []
+    scope = map(loader.elf, dict.fromkeys(_scope(loader, path, users)) if needed else ())
+    tables = [elf.symbols for elf in scope if elf and elf.symbols]
+    missing = [
+        name.decode(errors="replace") + (f"@{version}" if version else "")
+        for name, version in needed
+        if not any(table.has(name, version) for table in tables)
+    ]
+    return len(needed), missing
 
 
 def _scope(loader: _Loader, path: str, users: Mapping[str, list[str]]) -> Iterator[str]:

@@ -19,9 +19,9 @@ from envbuild.base.errors import RecipeError, UsageError, VerificationError
 from envbuild.build import squash_files
 from envbuild.build.commit import Result, failed_path, open_subject
 from envbuild.build.folder import make_environment
+from envbuild.build.image import plan_of
 from envbuild.build.installing import FolderBuild
 from envbuild.build.kinds import kind_at
-from envbuild.build.planning import plan_of
 from envbuild.build.prepare import prepare
 from envbuild.build.squash import imported_file
 from envbuild.contract import kinds

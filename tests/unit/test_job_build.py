@@ -177,7 +177,7 @@ def test_a_dry_run_prints_the_job_and_makes_and_submits_nothing(
 def test_the_job_goes_to_out_and_the_environment_to_prefix(
     command: Any, option: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envbuild.build.planning.plan_of", lambda *_, **__: None)
+    monkeypatch.setattr("envbuild.build.image.plan_of", lambda *_, **__: None)
     given = ["pt_cpu", "--target", f"cpu-{host_arch()}", "--job", "--site", str(site), "--prefix", f"{tmp_path}/fsx/e"]
     done = CliRunner().invoke(command, [*given, option, "job.sh"], catch_exceptions=False)
     assert (done.exit_code, done.stdout.splitlines()[-1]) == (0, "job.sh")

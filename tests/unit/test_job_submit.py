@@ -159,7 +159,7 @@ def test_a_script_that_cannot_be_written_is_an_error_with_what_to_change(
 def test_so_is_one_of_a_job_that_builds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: str, more: list[str]
 ) -> None:
-    monkeypatch.setattr("envbuild.build.planning.plan_of", lambda *_, **__: None)  # of which this is not
+    monkeypatch.setattr("envbuild.build.image.plan_of", lambda *_, **__: None)  # of which this is not
     (tmp_path / "file").write_text("kept")
     (tmp_path / "sbatch").write_text("#!/bin/sh\nexit 1\n")  # also where no Slurm is installed
     (tmp_path / "sbatch").chmod(0o755)
@@ -176,7 +176,7 @@ def test_so_is_one_of_a_job_that_builds(
 def test_a_build_whose_scheduler_does_not_answer_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envbuild.build.planning.plan_of", lambda *_, **__: None)
+    monkeypatch.setattr("envbuild.build.image.plan_of", lambda *_, **__: None)
     executable(tmp_path / "bin/sbatch", f"#!/bin/sh\necho '{NO_SERVER[0][1]}' >&2\nexit 1\n")
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     site = tmp_path / "lab.toml"

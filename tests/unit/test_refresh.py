@@ -26,6 +26,7 @@ from envbuild.cache.http import RequestFailed
 from envbuild.compat.judge import gpu_findings, judge
 from envbuild.compat.rows import UNKNOWN, load_rows, matches
 from envbuild.compat.stack import Stack
+from envbuild.store.client import RangeFile
 from envbuild.store.sources import Link
 
 TOP = Path(__file__).resolve().parents[2]
@@ -219,7 +220,7 @@ def test_a_wheel_is_read_by_few_ranges() -> None:
         asked.append((start, end))
         return data[start:end]
 
-    file = io.BufferedReader(tool.RangeFile(len(data), ask), 1 << 13)
+    file = io.BufferedReader(RangeFile(len(data), ask), 1 << 13)
     with zipfile.ZipFile(file) as archive:
         assert archive.read("torch/version.py") == b"cuda = '13.2'"
         assert sum(end - start for start, end in asked) < 300_000
