@@ -8,7 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,15 @@ from lab.jobs import EPOCHS, Jobs
 from lab.slurm import slurm_cluster
 from sdists import commit
 
+from envbuild.contract import kinds
+from envbuild.job_inputs import open_artifact
+from envbuild.jobs import containers
+from envbuild.jobs.model import JobRequest, JobRuntime
+from envbuild.jobs.plan import plan_job
+from envbuild.jobs.schedulers import render
 from envbuild.recipe.targets import host_arch
 from envbuild.run_environment import load_environment
+from envbuild.site.settings import load_site
 
 from .conftest import Command
 
@@ -39,6 +47,25 @@ name = "tqdm"
 version = "4.69.1"
 [tool.setuptools.packages.find]
 include = ["tqdm", "tqdm.*"]
+"""
+
+# toyrun FOLDER IMAGE PROGRAM ARGUMENT…: a program in a mounted image, which sees a folder of the host at its path.
+TOYRUN = """#!/bin/sh
+set -e
+if [ "$1" != --inside ]; then exec unshare --mount --propagation private "$0" --inside "$@"; fi
+folder=$2 image=$3 root=/mnt/root
+shift 3
+mount -t tmpfs toyrun /mnt
+mkdir /mnt/image /mnt/changes /mnt/overlay "$root"
+squashfuse "$image" /mnt/image
+mount -t overlay -o lowerdir=/mnt/image,upperdir=/mnt/changes,workdir=/mnt/overlay toyrun "$root"
+mkdir -p "$root$folder"
+mount --rbind "$folder" "$root$folder"
+touch "$root/etc/hosts"
+mount --bind /etc/hosts "$root/etc/hosts"
+mount -t proc proc "$root/proc"
+mount --rbind /dev "$root/dev"
+exec chroot "$root" /bin/sh -c 'cd "$0" && exec "$@"' "$folder" "$@"
 """
 
 
@@ -282,6 +309,29 @@ def test_an_artifact_that_changes_after_its_submission_does_not_train_where_the_
     jobs.write_site()
     assert changed.end.state == "FAILED" and "nothing was trained" in changed.log, changed.log
     assert "attested.sqsh" in changed.log and not changed.report
+
+
+def test_a_container_runtime_is_one_row(
+    jobs: Jobs, squash: dict[str, Any], monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
+    """A runtime that envbuild does not know starts the ranks of a .sqsh on both nodes."""
+    shared = jobs.cluster.shared
+    program, script = shared / "toyrun", shared / "toyrun.sbatch"
+    program.write_text(TOYRUN)
+    program.chmod(0o755)
+    kind = replace(kinds.ENROOT, containers=(*kinds.ENROOT.containers, "toyrun"))
+    monkeypatch.setitem(kinds.ARTIFACTS, "enroot", kind)  # type: ignore[attr-defined]
+    row = JobRuntime(words=lambda plan: [f"{program} {shared} {containers.image_word(plan)}"])
+    monkeypatch.setitem(containers.JOB_RUNTIMES, "toyrun", row)  # type: ignore[attr-defined]
+    record_property("files of an addition", ["envbuild/contract/kinds.py", "envbuild/jobs/containers.py"])
+    jobs.write_site('[container]\nruntime = "toyrun"\n')
+    site = load_site(dict(os.environ), str(jobs.site))
+    jobs.write_site()
+    opened = open_artifact(squash["enroot"]["path"], (), None)
+    request = JobRequest(nodes=2, nproc_per_node=2, name="toyrun", arguments=EPOCHS, current=shared)
+    (shared / "logs").mkdir(exist_ok=True)
+    script.write_text(render(plan_job(request, opened, site)))
+    jobs.trained(jobs.ended(jobs.cluster.sbatch(script), "toyrun"))
 
 
 @pytest.mark.parametrize("kind", ["venv", "enroot"])
