@@ -15,7 +15,7 @@ from envbuild.recipe import checks
 from envbuild.recipe.checks import reference_of
 from envbuild.recipe.project import ProjectTable
 from envbuild.recipe.targets import Target, target_problem
-from envbuild.site.tables import AuditException
+from envbuild.site import AuditException
 from envbuild.slim import file_rules
 
 layer_name_problem = form(r"[a-z0-9][a-z0-9_.+-]*", "is not a layer's name: lower-case letters, digits and . _ + -")
@@ -241,7 +241,7 @@ def slim_mistakes(document: Document) -> Iterator[Problem]:
 
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]*$"
-PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13", "3.14")
+PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13", "3.14", "3.15")
 _PACKAGE = r"^[a-z0-9][a-z0-9+.-]+$"
 # manylinux levels that uv's --python-platform supports.
 GLIBCS = ("2.17", "2.28", *(f"2.{minor}" for minor in range(31, 41)))

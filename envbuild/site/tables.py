@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from datetime import date
 from typing import ClassVar, Literal
 
 from envbuild.base.text import AGES, seconds
-from envbuild.base.toml import form, key, required
+from envbuild.base.toml import form, key
 from envbuild.fabrics import fabric_name_problem
 from envbuild.image.limits import ImageLimits
-from envbuild.site import jobs
+from envbuild.site import AuditException, jobs
 
 _ARCHIVE = r"^(https?://\S+|file:///\S*)?$"
 
@@ -142,21 +141,6 @@ class TrustTable:
     def restricts(self) -> bool:
         """Whether only attested artifacts are taken."""
         return bool(self.signers or self.identities)
-
-
-def _day_problem(text: str) -> str | None:
-    try:
-        return None if date.fromisoformat(text).isoformat() == text else f"{text!r} is not a day: write YYYY-MM-DD"
-    except ValueError:
-        return f"{text!r} is not a day: write YYYY-MM-DD"
-
-
-@dataclass(frozen=True, slots=True)
-class AuditException:
-    """`[audit.exceptions.ID]` of a site or recipe: a known vulnerability that is accepted until a day."""
-
-    reason: str = required("Why the vulnerability is accepted.", pattern=r"\S.*", example="only trusted files are read")
-    expires: str = required("The last day of the exception.", check=_day_problem, example="2027-01-31")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,10 @@ import pytest
 
 from envbuild.base.errors import RecipeError
 from envbuild.contract.verification import VerifySettings
+from envbuild.data import load_table
 from envbuild.recipe.find import list_recipes, shipped_folder
 from envbuild.recipe.load import load_recipe
-from envbuild.recipe.model import Recipe, TargetTable
+from envbuild.recipe.model import PYTHONS, Recipe, TargetTable
 from envbuild.recipe.project import ProjectTable
 
 TOP = Path(__file__).parents[2]
@@ -98,3 +99,25 @@ def test_the_page_has_every_key_with_its_default(cls: type, title: str) -> None:
             assert written == expected, field.name
         elif field.default_factory is MISSING:
             assert rows[field.name] == "", field.name
+
+
+def test_the_table_of_pythons_has_the_releases_of_torch_and_debian() -> None:
+    """A range of releases ends where a later release has no wheel for the Python."""
+    text = (TOP / "docs/howto/python.md").read_text()
+    rows = dict(re.findall(r"^\| (3\.\d+) \| (.+) \|$", text, re.M))
+    assert tuple(rows) == PYTHONS
+    torch = [row for row in load_table("releases")["torch"] if row["arch"] == "x86_64"]
+    series = list(dict.fromkeys(".".join(row["version"].split(".")[:2]) for row in torch))
+    for python, cells in rows.items():
+        having = [
+            name
+            for name in series
+            if any(python in row["python"] for row in torch if row["version"].startswith(f"{name}."))
+        ]
+        first, last = having[0], having[-1]
+        everything = "all since " if first == series[0] else "from "
+        expected = f"{first} to {last}" if last != series[-1] else f"{everything}{first}" + " on" * (first != series[0])
+        packages = load_table("debian")["suites"]
+        suites = [name for name, suite in packages.items() if f"python{python}-minimal" in suite["python"]]
+        debian = {"bookworm": "Debian 12", "trixie": "Debian 13"}
+        assert cells == f"{expected} | {debian[suites[0]] if suites else 'no'}", python

@@ -84,7 +84,7 @@ requirements = ["NumPy==2.3.0"]
 nodes = "two"
 """
     assert mistakes(tmp_path, text) == [
-        "3:1: 'python': '3.7' is not accepted; did you mean '3.9'? Accepted: 3.9, 3.10, 3.11, 3.12, 3.13, 3.14",
+        "3:1: 'python': '3.7' is not accepted; did you mean '3.9'? Accepted: 3.9, 3.10, 3.11, 3.12, 3.13, 3.14, 3.15",
         "6:3: 'requirements[1]': an option of pip (-r), not a requirement: which index or mirror"
         " serves a file is the site's affair; write name==version",
         "10:1: unknown key 'requirments' in [targets.cpu-x86_64]; did you mean 'requirements'?"

@@ -171,6 +171,7 @@ def test_locks_of_images_are_current(name: str, target: str) -> None:
         ("pt_cu126", "cu126-x86_64", "2.26.2"),
         ("pt_cu132", "cu132-x86_64", "2.30.7"),
         ("pt_cu132", "cu132-aarch64", "2.30.7"),
+        ("gh200_cu132", "cu132-aarch64", "2.30.7"),
         ("pt_efa", "cu130-x86_64", "2.30.7"),
         ("pt_efa", "cu130-aarch64", "2.30.7"),
     ],
