@@ -82,7 +82,7 @@ def test_a_lint_rule_with_a_pattern_is_one_row(more_rows: Callable[[str, str], N
         found = [(one.line, one.what) for one in lint(script, "x.sh") if one.fault.id == "capacitor"]
     finally:
         load_faults.cache_clear()
-    said = ["", "flux-drain --now", "FLUX=on"]
+    said = ["--flux", "flux-drain --now", "FLUX=on"]
     assert found == [(n, f"{text} drains the capacitor") for n, text in zip((2, 4, 5), said, strict=True)]
 
 
