@@ -947,7 +947,7 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             ),
         ],
         [
-            SLURM.replace("#SBATCH --requeue", "# SBATCH --mem=80G\n#SBATCH --requeue") + "srun python train.py",
+            SLURM.replace("#SBATCH --requeue", "# SBATCH --nodes=4\n#SBATCH --requeue") + "srun python train.py",
             GPUS.replace("#SBATCH --requeue", "#--gres=gpu:4\n#SBATCH --requeue") + "srun python train.py",
             SLURM.replace("#SBATCH --requeue", "##SBATCH --gres=gpu:4\n#SBATCH --requeue") + "srun python train.py",
             "#!/bin/bash\n# submit with # SBATCH --nodes=2\npython train.py",
@@ -2530,6 +2530,15 @@ DS = "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --gpus-per-node=4\nset -e\n"
         (SLURM.replace("set -e", "#SBATCH -A ACCOUNT_NAME\nset -e"), "placeholder", "-A", "warning"),
         (SLURM.replace("set -e", "#SBATCH -w {host}\nset -e"), "placeholder", "{host}", "warning"),
         (SLURM.replace("set -e", "#SBATCH -o {{ folder }}/%j\nset -e"), "placeholder", "folder", "hint"),
+        (
+            SLURM.replace("set -e", "# SBATCH --gres=gpu:4\nset -e") + "srun python t.py",
+            "directive-comment",
+            "gres",
+            "hint",
+        ),
+        (SLURM + "srun python train.py > out/run.log", "output-folder", "out/", "hint"),
+        (LSF + "jsrun -n 4 -a 1 -g 4 python train.py", "one-process", "jsrun", "hint"),
+        (SLURM + "srun torchrun --nnodes=2 --rdzv-endpoint=$SITE_HEAD:1 t.py", "endpoint-unset", "SITE", "hint"),
         # statuses
         (NO_E + "srun ./solver in.dat\necho finished", "status-lost", "echo", "hint"),
         (
@@ -2612,6 +2621,7 @@ def test_a_kind_that_strangers_named_is_found(text: str, fault: str, place: str,
         ),
         (SLURM + "srun python t.py --nnodes auto --path_to_data /d --out $path_to_out --n=gpu", "placeholder"),
         (SLURM + "torchrun --nproc_per_node=gpu --master_addr=$MASTER_ADDR --node_rank=$R t.py", "placeholder"),
+        (SLURM.replace("set -e", "#SBATCH --time=#LIMIT#\nset -e") + "srun python t.py", "directive-malformed"),
         (SLURM + "srun ./solver in.dat\necho finished", "status-lost"),
         (NO_E + "if srun ./solver; then\n echo good\nelse\n echo bad\n exit 1\nfi", "status-lost"),
         (NO_E + "case $1 in\na) srun ./solver;;\n*) echo no;;\nesac", "status-lost"),

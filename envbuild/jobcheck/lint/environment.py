@@ -22,6 +22,8 @@ _OWN_PATH = re.compile(
 _ITSELF = re.compile(r"\bbasename\b[^|;)]{0,20}\$\{?(?:0|BASH_SOURCE)\b")  # the copy is there, too
 _DEFAULT = re.compile(r"\W?\$\{\w+:?-")
 _WRITES = re.compile(r"(?<![>&\d])>\s*+(?!/dev/)([\w./-]++)\s*+(?:2>\s*+&1)?\s*+&?\s*+$")
+_WRITTEN = re.compile(r"(?:(?<!<)[>&]>?|\btee(?: -a)?)[ ]?['\"]?(?:\./)?([A-Za-z][\w-]{0,40})/[\w.${}%/-]{1,100}")
+_MAKES = frozenset(["mkdir", "install", "cd", "tar", "git", "unzip", "cp", "rsync"])
 _ARRAY = re.compile(r"(?:--array|-a|-J)[= ]?(?:[^\s\[]{0,100}\[)?\d{1,9}[-,]\d")
 _USES = frozenset(["bash", "sh", "zsh", "source", ".", "cd", "pushd"])
 _MOST_FOLDERS = 50  # folders that are looked for
@@ -90,6 +92,12 @@ def of_output(script: ParsedScript) -> Iterator[Found]:
             if numbered or (folder[0] not in "/$~<{" and folder not in told and not _has_files(script, folder)):
                 seen.add(folder)
                 yield Found("output-folder", line, folder)
+    made = " ".join(" ".join(script.variables.expanded(one.texts)) for one in script.commands if one.program in _MAKES)
+    for number, text in script.told if script.facts else ():
+        match = _WRITTEN.search(text)
+        if match and match[1] not in f"{made} {seen}" and not _has_files(script, match[1]):
+            yield Found("output-folder", number, match[1], level="hint")
+            return
 
 
 def _has_files(script: ParsedScript, folder: str) -> bool:

@@ -214,6 +214,11 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
         plain = plain or [one for one in script.commands if _is_program(one)]
         if plain and not others:
             yield Found("one-process", plain[-1].line, str(gpus), level=level if known else "hint")
+    for command in script.commands:
+        options = before_program([*command.words]) if command.program == "jsrun" else []
+        in_set, ranks = (whole_number(next(option_values(options, (name,)), "1")) or 1 for name in ("-g", "-a"))
+        if in_set > 1 and ranks == 1 and is_plain_training(_stepped(command)) and not command.file:
+            yield Found("one-process", command.line, str(in_set), level="hint")
     told_ranks = [(one, _told_ranks(script, one)) for one in script.commands if not one.file and script.gpus]
     for one, ranks in [row for row in told_ranks if row[1]][:1] if not script.several else ():
         if ranks > gpus:

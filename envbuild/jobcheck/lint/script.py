@@ -358,6 +358,6 @@ def _of_components(directives: list[Directive]) -> list[Directive]:
 
 def _split(text: str) -> list[str]:
     try:
-        return shlex.split(text, comments=True)
+        return shlex.split(text, comments=re.search(r"=#", text) is None)  # --time=#LIMIT# of a template
     except ValueError:
         return text.split()

@@ -172,11 +172,13 @@ def of_lines(script: ParsedScript) -> Iterator[Found]:
 
 def of_comments(script: ParsedScript) -> Iterator[Found]:
     """Find commented-out directives whose request nothing else makes."""
+    spaced = [(number, match[1]) for number, line in enumerate(script.lines, 1) if (match := _SPACED.match(line))]
     if not script.directives:
-        spaced = [(number, match[1]) for number, line in enumerate(script.lines, 1) if (match := _SPACED.match(line))]
-        if len(spaced) > 1:
-            yield Found("directive-comment", *spaced[0])
+        yield from (Found("directive-comment", *row) for row in spaced[: len(spaced) > 1])
         return
+    told = {word.partition("=")[0] for _, words in script.directives for word in words[:1]}
+    alone = [row for row in spaced if row[1].partition("=")[0] not in told]
+    yield from (Found("directive-comment", *row, level="hint") for row in alone[:1])
     for number in range(1, script.directives[-1][0] + 8):
         match = _MARKER.match(script.lines[number - 1]) if number <= len(script.lines) else None
         marker = match[1] if match else ""
