@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from envbuild.base.errors import UsageError
+from envbuild.base.errors import RecipeError, UsageError
+from envbuild.base.toml import Document
 from envbuild.imports.conda_files import (
     is_conda_list,
     read_conda_list,
@@ -26,6 +28,7 @@ from envbuild.imports.pip_files import read_requirements
 from envbuild.imports.pyproject import builds_package, read_pyproject
 from envbuild.imports.signs import gpu_signs
 from envbuild.imports.statement import UNREAD_LINE, UNUSUAL_FILE, Statement, lost, text_of
+from envbuild.recipe.project import ProjectTable, declared_code, declared_requirements
 
 
 def _read_text(path: Path) -> Iterator[Statement]:
@@ -55,6 +58,9 @@ _CONVERTED = {
 }
 # Of the many YAML and text files of a project's folder, those with the usual names.
 _IN_FOLDER = re.compile(r"(?!.*\.ya?ml|.*\.(txt|in)).*|environment\.ya?ml|(.*\.)?conda-lock\.ya?ml|requirements\.txt")
+# Files without which the import of a folder makes no sense.
+_OWN_FILES = ("pyproject.toml", "requirements.txt", "environment.yml", "pixi.toml")
+_LOCKS = ("uv.lock", "poetry.lock", "pixi.lock", "Pipfile.lock", "pylock.toml")
 # Files beside those that are often the ones for GPUs: requirements-gpu.txt, environment_cuda.yml.
 _NAMED_ONLY = re.compile(r"requirements?(?![A-Za-z]).*\.(?:txt|in)$|(?<![a-z])environment(?![A-Za-z]).*\.ya?ml$")
 # The folder of a new recipe.
@@ -89,7 +95,7 @@ def _read_file(path: Path, groups: Collection[str]) -> Iterator[Statement]:
 
 def _read_folder(path: Path, groups: Collection[str], recipe: Path) -> Iterator[Statement]:
     """Yield the statements of the files with usual names, and name the files that another tool has to convert."""
-    present = sorted(one.name for one in path.iterdir())
+    present = sorted(one.name for one in path.iterdir() if one.is_file())
     names = [name for name in present if _format(name) and _IN_FOLDER.fullmatch(name)]
     if not names:
         hints = [f"{name}: {_hint(name)}" for name in present if _hint(name)]
@@ -98,10 +104,10 @@ def _read_folder(path: Path, groups: Collection[str], recipe: Path) -> Iterator[
     for name in names:
         try:
             yield from list(_read_file(path / name, groups))
-        except UsageError as error:  # an old lock beside the project's own file
-            if not name.endswith(".lock") or "pyproject.toml" not in names:
+        except UsageError as error:  # an old lock beside the project's own file, or a file that is no text
+            if len(names) == 1 or name in _OWN_FILES or (name in _LOCKS and "pyproject.toml" not in names):
                 raise
-            yield lost(name, str(path / name), f"{error.message}; the versions are those of pyproject.toml")
+            yield lost(name, str(path / name), error.message)
     if (path / ".python-version").is_file():
         yield from _python_version(path / ".python-version")
     for name, (_, holds, replaces) in _CONVERTED.items():
@@ -114,7 +120,20 @@ def _read_folder(path: Path, groups: Collection[str], recipe: Path) -> Iterator[
             yield lost(name, str(path / name), UNUSUAL_FILE)
             yield from _signs_in(path / name, text_of(path / name), UNUSUAL_FILE)
     if "pyproject.toml" in names and builds_package(path / "pyproject.toml"):
-        yield Statement("project", os.path.relpath(path, recipe), str(path / "pyproject.toml"))
+        problem = _project_problem(path)
+        own = Statement("project", os.path.relpath(path, recipe), str(path / "pyproject.toml"), reason=problem)
+        yield own if not problem else replace(own, kind="lost")
+
+
+def _project_problem(folder: Path) -> str:
+    """Return why the project in `folder` cannot be [project] of a recipe, or ""."""
+    document, table = Document(folder / "recipe.toml", "", {}), ProjectTable(path=".")
+    try:
+        for _ in declared_requirements(declared_code(document, table), table, document):
+            pass
+    except RecipeError as error:
+        return f"[project] cannot have it: {error.message.partition(' ([project]')[0]}"
+    return ""
 
 
 def _python_version(path: Path) -> Iterator[Statement]:

@@ -204,7 +204,9 @@ def gpu_note(signs: Sequence[GpuSign], targets: Sequence[Target], tags: Sequence
         return f"{head} envbuild has no target for {sign.family}"
     usual = [tag for tag in ACCELERATORS[sign.family].usual if _agrees(tag, sign)] or ACCELERATORS[sign.family].usual
     choice = next((tag for tag in tags if _agrees(tag, sign)), sign.tag or usual[-1])
-    return f"{head} For these GPUs choose --target {choice}-{targets[0].arch}"
+    # Without a version in the sources, any CUDA of torch may do.
+    words = "--target" if sign.version else "a --target, such as"
+    return f"{head} For these GPUs choose {words} {choice}-{targets[0].arch}"
 
 
 def group_note(signs: Sequence[GpuSign], targets: Sequence[Target]) -> str:

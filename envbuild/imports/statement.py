@@ -226,6 +226,8 @@ def recipe_name(text: str) -> str:
 
 
 Lose = Callable[[Statement, str], None]
+# Pythons before those of envbuild.
+_OLD = ("2.7", *(f"3.{minor}" for minor in range(5, 9)))
 # The CPython of a wheel that no other one can install: x-1.0-cp310-cp310-linux_x86_64.whl
 _WHEEL = re.compile(r"/([\w.]+)-[^-/\s]+-cp(3)(\d+)-cp3\d+-[^/\s]*\.whl")
 
@@ -238,15 +240,18 @@ def python_version(kept: Collection[Statement], given: Iterable[Statement], lose
     """
     accepted = pythons()
     stated = [one for one in kept if one.kind == "python" or re.match(r"python \d", one.text)]
-    # An exact version counts before a range: .python-version before requires-python.
     for statement in stated:
         try:
             specifiers = SpecifierSet(re.sub(r"^python (\d+\.\d+).*", r"==\1.*", statement.text))
             # Any patch release counts: ">=3.11.4" accepts 3.11.
             fitting = [one for one in accepted if any(f"{one}.{patch}" in specifiers for patch in range(40))]
+            is_old = not fitting and any(f"{old}.{patch}" in specifiers for old in _OLD for patch in range(40))
         except (InvalidSpecifier, ValueError):
-            fitting = []
-        if not fitting:
+            fitting, is_old = [], False
+        if is_old:  # the oldest one has most of the wheels of that time
+            accepted = sorted(accepted, key=PYTHONS.index)
+            lose(statement, f"envbuild has Python {PYTHONS[0]} to {PYTHONS[-1]}: the recipe has the nearest that fits")
+        elif not fitting:
             lose(statement, f"no Python of {PYTHONS[0]} to {PYTHONS[-1]} that the other sources accept too")
         accepted = fitting or accepted
     for fits in (_has_files(given), _has_wheels(kept)):

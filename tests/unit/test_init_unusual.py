@@ -242,6 +242,21 @@ def test_an_exact_python_counts_more_than_a_missing_wheel(tmp_path: Path) -> Non
     assert draft_of(tmp_path / "Dockerfile")[1].python == "3.12"
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("Dockerfile", "FROM python:3.8\nRUN pip install rich\n"),
+        ("environment.yml", "dependencies:\n- python=3.7\n- numpy\n"),
+        ("pyproject.toml", '[project]\nname = "a"\nrequires-python = ">=3.6,<3.9"\ndependencies = ["rich"]\n'),
+    ],
+)
+def test_a_python_that_is_too_old_becomes_the_nearest(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    draft, recipe = draft_of(tmp_path / name)
+    assert recipe.python == "3.9"
+    assert [one.reason for one in draft.lost if "nearest" in one.reason]
+
+
 def test_the_python_of_the_projects_tools(tmp_path: Path) -> None:
     project = '[project]\nname = "a"\nrequires-python = ">=3.9"\ndependencies = ["rich"]\n'
     (tmp_path / "pyproject.toml").write_text(project)
@@ -405,3 +420,17 @@ def test_a_file_that_includes_itself_is_listed_with_that_reason(tmp_path: Path) 
     draft, recipe = draft_of(tmp_path / "requirements.txt")
     assert recipe.requirements == ("numpy", "rich")
     assert [one.reason for one in draft.lost] == ["this file is being read already: it includes itself"]
+
+
+def test_a_project_that_a_recipe_cannot_have_is_listed(tmp_path: Path) -> None:
+    text = '[build-system]\nrequires = []\n[project]\nname = "a"\ndependencies = ["rich", "x @ https://host.example/x.zip"]\n'
+    (tmp_path / "pyproject.toml").write_text(text)
+    (tmp_path / "Dockerfile.bin").write_bytes(b"\xff\x00\xfe")
+    (tmp_path / "dockerfile").mkdir()
+    draft, recipe = draft_of(tmp_path)
+    assert recipe.project is None and recipe.requirements == ("rich",)
+    reasons = [one.reason for one in draft.lost]
+    assert any(one.startswith("[project] cannot have it: ") and "no sha256" in one for one in reasons)
+    assert any("is not UTF-8" in one for one in reasons)
+    (tmp_path / "pyproject.toml").write_text(text.replace(', "x @ https://host.example/x.zip"', ""))
+    assert draft_of(tmp_path)[0].data["project"]
