@@ -122,6 +122,32 @@ def check_accelerator(target: Target, packages: Iterable[LockedPackage], source:
         )
 
 
+# AMD's wheels of torch for several GPUs have no code for any: each extra [device-GPU] brings a wheel with it. Source:
+# ROCm/rocm-systems, shared/kpack/python/rocm_kpack/wheel_splitter.py; ROCm/TheRock, RELEASES.md (2026-11-29).
+_DEVICE, _SPLIT = "amd-torch-device-", "rocm-bootstrap"
+
+
+def check_devices(loaded: LoadedRecipe, target: Target, packages: Iterable[LockedPackage]) -> None:
+    """Raise LockError when torch's code for GPUs is in wheels of their own, and one of the target's is missing."""
+    from envbuild.gpus import chips_named
+
+    names = {package.name for package in packages}
+    devices = {name.removeprefix(_DEVICE) for name in names if name.startswith(_DEVICE)}
+    if "torch" not in names or not (devices or _SPLIT in names):
+        return
+    gpus = loaded.recipe.targets[target.name].gpus
+    wanted = dict.fromkeys(chip.name for word in gpus for chip in chips_named(word))
+    extras = ",".join(f"device-{name}" for name in wanted) or "device-all"
+    if missing := [name for name in wanted if name not in devices] if devices else ["any GPU"]:
+        what = f"torch has no code for {', '.join(missing)}: its wheel is split by GPU" + (
+            f", and the lock has {', '.join(sorted(devices))} alone" if devices else ", and no extra chooses one"
+        )
+        raise LockError(
+            f"{loaded.where('targets', target.name, 'gpus')}: {target.name}: {what}",
+            f"write torch[{extras}] in `requirements` of {target.table}",
+        )
+
+
 def check_conda_accelerator(target: Target, packages: Iterable[CondaPackage], source: str) -> None:
     """Raise LockError when the PyTorch build in `packages` does not match `target`'s accelerator.
 

@@ -6,7 +6,7 @@ from envbuild.base.errors import LockError
 from envbuild.base.progress import Log
 from envbuild.environment import Environment
 from envbuild.lock.format import Lock, changes, lock_file_name, read, render
-from envbuild.lock.judge import check_accelerator, check_stack, impossible_pins
+from envbuild.lock.judge import check_accelerator, check_devices, check_stack, impossible_pins
 from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, kept_time, lock_folders, write_lock_file
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -34,6 +34,7 @@ def wheel_lock(recipe: LoadedRecipe, target: Target) -> LockKind[Lock]:
             found = resolve_recipe(recipe, target, environment, keep, offline, as_of)
         except LockError as error:
             raise LockError(error.message + impossible_pins(recipe, target), error.hint) from error
+        check_devices(recipe, target, found.lock.packages)
         check_stack(recipe, target, found.lock.versions, log)
         for note in (*found.limits, *found.notes):
             log(note)
@@ -41,6 +42,7 @@ def wheel_lock(recipe: LoadedRecipe, target: Target) -> LockKind[Lock]:
 
     def judge(lock: Lock, source: str, log: Log) -> None:
         check_accelerator(target, lock.packages, source)
+        check_devices(recipe, target, lock.packages)
         check_stack(recipe, target, lock.versions, log)
 
     return LockKind(

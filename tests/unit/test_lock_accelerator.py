@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from envbuild.base.errors import BuildError, LockError
 from envbuild.layers.wheel import WheelFile
 from envbuild.layers.wheels import check_wheels, wheel_arch
 from envbuild.lock.format import Lock
-from envbuild.lock.judge import check_accelerator
+from envbuild.lock.judge import check_accelerator, check_devices
 from envbuild.lock.resolve import check_override, nccl_override
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.sources import LockedPackage
@@ -204,3 +205,31 @@ def test_nccl_is_replaced_by_a_newer_wheel_or_not_at_all(
     with pytest.raises(LockError, match=said) as caught:
         check_override(recipe, chosen, pinned)
     assert "recipe.toml:" in caught.value.message and caught.value.hint
+
+
+ROCM = "rocm7.14.0-x86_64"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "locked", "said"),
+    [
+        ([], ["rocm-bootstrap"], "no code for any GPU: its wheel is split by GPU, and no extra chooses one"),
+        (["mi300x"], ["rocm-bootstrap", "amd-torch-device-gfx942"], None),
+        (["gfx90a", "mi300x"], ["amd-torch-device-gfx942"], "no code for gfx90a: .*, and the lock has gfx942 alone"),
+        ([], ["rocm-bootstrap", "amd-torch-device-gfx1151", "amd-torch-device-gfx115x"], None),
+        (["mi300x"], ["triton-rocm"], None),
+    ],
+)
+def test_torch_that_is_split_by_gpu_has_the_code_for_the_targets(
+    gpus: list[str], locked: list[str], said: str | None, tmp_path: Path
+) -> None:
+    table = f'[targets."{ROCM}"]\nrequirements = ["torch==2.12.0+rocm7.14.0"]\ngpus = {json.dumps(gpus)}\n'
+    loaded = load_recipe(make_recipe(tmp_path, "r", [], targets=table) / "recipe.toml")
+    lock = packages("torch==2.12.0+rocm7.14.0", *(f"{name}==1" for name in locked))
+    if said is None:
+        check_devices(loaded, Target.parse(ROCM), lock)
+        return
+    with pytest.raises(LockError, match=f"recipe.toml:8:1: {ROCM}: torch has {said}") as caught:
+        check_devices(loaded, Target.parse(ROCM), lock)
+    extras = "device-gfx90a,device-gfx942" if gpus else "device-all"
+    assert caught.value.hint == f'write torch[{extras}] in `requirements` of [targets."{ROCM}"]'

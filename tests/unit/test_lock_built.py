@@ -200,3 +200,28 @@ def test_what_pip_adds_to_conda_packages_is_built_too(lab: Lab, isolated: bool) 
     assert (layer.name, layer.isolated) == ("demo", isolated)
     with with_tmpdir(lab.environment) as environment:  # [build] is for the conda packages alone
         assert not wheel_lock(recipe, TARGET).resolve(environment, None, (), False, lab.logged.append).lock.built
+
+
+def test_the_extras_of_a_torch_that_is_split_by_gpu_are_locked(lab: Lab) -> None:
+    """The wheels have the requirements of AMD's: each extra brings the code for one GPU, and that of its family."""
+    version, target = "2.12.0+rocm7.14.0", Target.parse("rocm7.14.0-x86_64")
+    devices = {"device-gfx942": ["gfx942"], "device-gfx1151": ["gfx1151", "gfx115x"]}
+    pins = [f'amd-torch-device-{name}=={version}; extra == "{extra}"' for extra, of in devices.items() for name in of]
+    make_wheel(lab.wheels, "torch", version, requires=["rocm-bootstrap", *pins], tag="cp311-cp311-linux_x86_64")
+    make_wheel(lab.wheels, "rocm-bootstrap", "0.2.0")
+    for name in ("gfx942", "gfx1151", "gfx115x"):
+        make_wheel(lab.wheels, f"amd-torch-device-{name}", version, tag="py3-none-linux_x86_64")
+
+    def lock(requirement: str) -> Lock:
+        table = f'[targets."{target.name}"]\nrequirements = ["{requirement}=={version}"]\ngpus = ["mi300x"]\n'
+        recipe = load_recipe(make_recipe(lab.folder, "r", [], targets=table) / "recipe.toml")
+        with with_tmpdir(lab.environment) as environment:
+            return wheel_lock(recipe, target).resolve(environment, None, (), False, lab.logged.append).lock
+
+    one, two = lock("torch[device-gfx942]"), lock("torch[device-gfx942,device-gfx1151]")
+    assert set(one.versions) == {"amd-torch-device-gfx942", "rocm-bootstrap", "torch"}
+    assert two.versions.keys() - one.versions.keys() == {"amd-torch-device-gfx1151", "amd-torch-device-gfx115x"}
+    with pytest.raises(LockError, match="torch has no code for any GPU"):
+        lock("torch")
+    with pytest.raises(LockError, match=r"torch has no code for gfx942: .*, and the lock has gfx1151, gfx115x alone"):
+        lock("torch[device-gfx1151]")
