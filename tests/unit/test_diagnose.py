@@ -2273,6 +2273,15 @@ def test_the_names_in_a_checkpoint_tell_whether_its_model_was_wrapped(keys: list
             "4711",
         ),
         (["sbatch: error: Unable to open file belt.sbatch"], "batch-file", "belt.sbatch"),
+        (
+            [
+                "slurmstepd: error: common_file_write_uints: write value '9' to '/sys/fs/cgroup/cpuset/belt' failed: No space left on device"
+            ],
+            "slurm-cgroup",
+            "cgroup",
+        ),
+        (["Unable to run job: job rejected: the belt does not exist."], "submission-refused", "job rejected"),
+        (["  Process `BELT (1)` terminated with an error exit status (137)"], "worker-killed", "SIGKILL"),
     ],
 )
 def test_a_reason_in_another_line_or_a_number_is_read(lines: list[str], rule: str, words: str) -> None:
@@ -2289,6 +2298,7 @@ def test_a_reason_in_another_line_or_a_number_is_read(lines: list[str], rule: st
             ],
             "BeltError: 3 mm",
         ),
+        (["AlgorithmError: ExecuteUserScriptError:", 'ErrorMessage "BeltError: 3 mm"'], "BeltError: 3 mm"),
         (["forrtl: severe (29): file not found, unit 7"], "file not found, unit 7"),
         (["thread 'main' panicked at src/belt.rs:4:5:", "belt is loose"], "belt is loose"),
         (

@@ -44,7 +44,7 @@ _CHAINED = re.compile(r"During handling of the above exception|The above excepti
 _IGNORED = re.compile(r"Exception ignored in|--- Logging error ---")
 # Exceptions that report another process' failure, or another exception that stands elsewhere in the log.
 _RELAYS = re.compile(
-    r"CalledProcessError|ChildFailedError|Process(?:Raised|Exited)Exception|RemoteTraceback|RayTaskError|TrainingFailedError"
+    r"CalledProcessError|ChildFailedError|Process(?:Raised|Exited)Exception|RemoteTraceback|RayTaskError|TrainingFailedError|AlgorithmError|RuleException"
     r"|Caught \w{1,60} in (?:DataLoader worker|replica|pin memory)|is killed by signal: Terminated"
     r"|(?:Engine core|WorkerProc) initialization failed|EngineDeadError|Background loop has errored"
     r"|Engine (?:loop|process) (?:has died|failed)|One or more workers? failed|^Exception: *$|BackendCompilerFailed"
