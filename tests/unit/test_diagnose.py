@@ -2282,6 +2282,18 @@ def test_the_names_in_a_checkpoint_tell_whether_its_model_was_wrapped(keys: list
         ),
         (["Unable to run job: job rejected: the belt does not exist."], "submission-refused", "job rejected"),
         (["  Process `BELT (1)` terminated with an error exit status (137)"], "worker-killed", "SIGKILL"),
+        (
+            ["RuntimeError: unable to write to file </torch_9_9>: No space left on device (28)"],
+            "shared-memory",
+            "/dev/shm",
+        ),
+        (
+            [
+                "UserWarning: NVIDIA Belt with CUDA capability sm_99 is not compatible with the current PyTorch installation."
+            ],
+            "gpu-architecture",
+            "not built for sm_99",
+        ),
     ],
 )
 def test_a_reason_in_another_line_or_a_number_is_read(lines: list[str], rule: str, words: str) -> None:
