@@ -61,7 +61,7 @@ _NOTE = "wheel.json"
 _PIECE = struct.Struct("<QI")
 _BLOCK = 1 << 20
 _LIBRARY = re.compile(r"(?:[^/]+\.data/(?:pure|plat)lib/)?(.+\.so(?:\.[0-9.]+)?)")
-_OTHER_PYTHON = re.compile(r"\.(?:cpython-|pypy)(\d+)[^/]*\.so")
+_OTHER_PYTHON = re.compile(r"\.(?:cpython-|pypy)(\d{1,6})[^/]{0,100}\.so")
 # A file that its package loads with this torch alone: libtorch_c_dlpack_addon_torch28-cpu.so.
 _FOR_TORCH = re.compile(r"torch[._-]?(\d)[._]?(\d{1,2})(?![\d.]*\d)")
 # Libraries of torch that most extensions need; the others are read if a symbol is in none of these.
