@@ -278,6 +278,13 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             "#!/bin/zsh\n#SBATCH -N 1\nfor i (a b) { python t.py }\nfor i in a; { echo b }",
         ],
     ),
+    "directive-repeated": (
+        [("#!/bin/bash\n#SBATCH -C ib\n#SBATCH -C a100\nset -e\nsrun python t.py", "-C ib")],
+        [
+            "#!/bin/bash\n#SBATCH -C ib\n#SBATCH -C ib\n#SBATCH --exclude=a\n#SBATCH --exclude=b\nset -e",
+            "#!/bin/bash\n#PBS -l select=1\n#PBS -l walltime=1:00:00\n#BSUB -R a\n#BSUB -R b\nset -e",
+        ],
+    ),
     "option-unknown": (
         [
             ("#!/bin/bash\n#SBATCH --node=2\n#SBATCH --gpu-per-node=4\nset -e\nsrun python t.py", "gpu-per"),
@@ -2552,6 +2559,7 @@ DS = "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --gpus-per-node=4\nset -e\n"
         (NO_E + "python train.py\nrc=$?\necho $rc", "status-lost", "echo", "warning"),
         (NO_E + 'script -q -c "python train.py" log', "status-lost", "script", "warning"),
         ("#!/bin/bash\nfor s in 1 2; do\n python train.py $s\ndone\n", "status-lost", "train", "hint"),
+        (NO_E + 'A="mpirun ./a"\nB="mpirun ./b"\n$A\n$B', "status-lost", "$A", "warning"),
         # slips
         (SLURM + "for s in 1 2; do\n srun python train.py\ndone25", "syntax-error", "for s", "error"),
         (SLURM + "A=1\nB=2\nsrun python train.py run_$A_$B", "variable-case", "run_", "warning"),
@@ -2567,6 +2575,7 @@ DS = "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --gpus-per-node=4\nset -e\n"
         (DS + "export CUDA_VISIBLE_DEVICES=0,1\ntorchrun --standalone t.py", "one-gpu-visible", "0,1", "warning"),
         (DS + "docker run img python train.py", "no-nv", "docker", "warning"),
         (DS + "srun nvidia-smi\npython single.py", "one-process", "single", "hint"),
+        (DS + "srun python train.py", "one-process", "srun", "hint"),
         (SLURM + "python solve.py", "idle-nodes", "solve", "hint"),
         (SLURM + "srun --gres=gpu:2 python train.py", "step-exceeds-job", "gpu:2", "hint"),
         (SLURM + "srun -n 9 python train.py", "step-exceeds-job", "-n 9", "warning"),

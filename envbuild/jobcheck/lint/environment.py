@@ -6,6 +6,7 @@ import posixpath
 import re
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Literal
 
 from envbuild.base.masking import looks_secret, sounds_secret
 from envbuild.jobcheck.lint.directives import option_values
@@ -113,7 +114,8 @@ def of_array_output(script: ParsedScript) -> Iterator[Found]:
     for line, words in script.directives if script.kind == "slurm" else ():
         for value in option_values(words, ("--output", "-o")):
             if "%" not in value and "$" not in value and value != "/dev/null":
-                yield Found("array-output" if _ARRAY.search(asks) else "output-fixed", line, value)
+                level: Literal["", "hint"] = "hint" if "append" in asks else ""
+                yield Found("array-output" if _ARRAY.search(asks) else "output-fixed", line, value, level=level)
     if not _ARRAY.search(asks) or re.search(r"\bcd .*(?:TASK|INDEX)", script.text):
         return
     for command in script.commands:

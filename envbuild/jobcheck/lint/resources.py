@@ -36,7 +36,7 @@ _COUNT = re.compile(
     r"(?:--gres[= ](?:\S{0,60},)?gpu:|--gpu[= ]|-gpu num=)(?:[a-zA-Z][\w.-]{0,40}:)?(\d{1,4}(?:/\w{1,9})?)"
 )
 _MOST = 10_000  # characters of a job's directives
-_OTHER_STEPS = re.compile(r"eval|test|infer|predict|prep|process|convert|download|gen", re.IGNORECASE)
+_OTHER_STEPS = re.compile(r"eval|test|infer|predict|prep|process|convert|download|gen|setup", re.IGNORECASE)
 _COMPUTES = re.compile(r"torch|horovod|cuda|nccl|deepspeed|ddp", re.IGNORECASE)
 _OPEN_MPI = re.compile(r"open-?mpi|\bompi|OMPI_|orterun|--(?:map-by|bind-to)\b|--?(?:mca|npernode)\b", re.IGNORECASE)
 _SLOTS = re.compile(r"host|machinefile|oversubscribe|rankfile|:ppn", re.IGNORECASE)
@@ -205,7 +205,7 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
             or (command.program in LAUNCHERS and starts_training(command))
             for command in script.commands
         )
-        if script.tasks == 1 == len(tasks) and not (script.several or own.search(" ".join(tasks[0].words))):
+        if script.tasks <= 1 == len(tasks) and not (script.several or own.search(" ".join(tasks[0].words))):
             plain, others = [command for command in tasks if is_plain_training(_stepped(command))], False
         # With as many tasks as GPUs, a rank for each was meant; only srun would start them.
         meant = script.tasks == gpus and not tasks and not _ALL_GPUS.search(script.text)

@@ -40,6 +40,9 @@ _PRINTS = frozenset(["echo", "printf", ":", "cat", "[", "[[", "test", "read", "g
 _EXAMPLES = re.compile(r":[-?]|\b(?:mktemp|awk|jq|perl|sed|grep|read|[Uu]sage)\b|^\s*(?:[A-Z][a-z]+,? [a-z_]|[└├│])")
 _FOLDERS = re.compile("DIR|PATH|FOLDER|PROJECT|YOUR|WORK|REPO|HERE|ROOT|CODE")
 _MOST = 50  # values of a variable that are looked at
+_SINGLE = frozenset(
+    ["-C", "--constraint", "-p", "--partition", "-t", "--time", "--mem", "-N", "--nodes", "-n", "-c", "-A"]
+)
 _LONGEST = 200  # characters of a word with a placeholder
 # Directives whose values are names.
 _NAMED = (("--account", "-A", "-P"), ("--partition", "-p"), ("--qos", "-q"), ("--nodelist", "-w"), ("--reservation",))
@@ -89,12 +92,18 @@ def of_directives(script: ParsedScript) -> Iterator[Found]:
             harms = strict and name in script.values and not re.match(r"--(?:output|error)\b|-[oe]$", words[0])
             label = _LABELS.match("".join(words[:1]))
             yield Found("directive-variable", line, name, level="" if harms and not label else "warning")
-    for line, words in script.directives if script.kind == "slurm" else ():
-        option = words[0].partition("=")[0].lstrip("-") if words[:1] and words[0].startswith("--") else ""
+    own = [row for row in script.directives if row[1] and script.lines[row[0] - 1].startswith("#SBATCH")]
+    for line, words in own:
+        option = words[0].partition("=")[0].lstrip("-") if words[0].startswith("--") else ""
         options = WORDS["sbatch_options"] if re.fullmatch(r"[a-z-]{2,30}", option) else ()
         if options and not any(name.startswith(option) for name in options):
             alike = any(_is_misspelt(option, name) or (len(name) > 2 and name in option) for name in options)
             yield Found("option-unknown", line, f"--{option}", level="" if alike else "hint")  # or a plugin's
+    asked = [(line, words, words[0].partition("=")[0]) for line, words in own]
+    for number, (line, words, option) in enumerate(asked):
+        if option in _SINGLE and any(one[2] == option and one[1] != words for one in asked[number + 1 :]):
+            yield Found("directive-repeated", line, option)
+            break
     last = max((command.line for command in script.commands), default=0)
     for line, words in script.late:  # some keep directives for later at the end
         doubtful = line > last or _LABELS.match(words[0]) is not None

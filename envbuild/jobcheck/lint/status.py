@@ -270,12 +270,7 @@ def _is_run(script: ParsedScript, command: Command) -> bool:
     if command.started_by or command.function or command.file or command.per_node or command.background:
         return False
     text = " ".join(script.variables.expanded(command.words))
-    known = command.program in LAUNCHERS and command.program not in ("ssh", "kubectl", "parallel")
+    known = posixpath.basename(text.partition(" ")[0]) in LAUNCHERS - {"ssh", "kubectl", "parallel"}
     known |= _RUNS.search(text) is not None or is_plain_training(command)
     names = {posixpath.basename(word) for word in command.words}
-    return (
-        known
-        and len(command.words) > 1
-        and command.program != "which"
-        and not (names & ASKS or _FIRST_STEPS.search(text))
-    )
+    return known and " " in text and command.program != "which" and not (names & ASKS or _FIRST_STEPS.search(text))
