@@ -185,7 +185,9 @@ def gpu_note(signs: Sequence[GpuSign], targets: Sequence[Target], tags: Sequence
     """
 
     def is_carried(sign: GpuSign) -> bool:
-        return any(_agrees(target.accelerator, sign) for target in targets)
+        # Names of CUDA in variables and commands are those of ROCm's builds, too: NVTE_FRAMEWORK, TRITON_CACHE_DIR.
+        is_general = sign.weak and sign.family == "cuda" and not sign.version
+        return any(_agrees(one.accelerator, sign) or (is_general and one.family.gpu) for one in targets)
 
     settled = any(sign.rank == 0 and is_carried(sign) for sign in signs)
     missing = [
@@ -301,7 +303,12 @@ def _forms(statement: Statement) -> Iterator[_Form]:
     yield kind, text
     if kind in _REQUIREMENTS:
         yield from ((kind, form) for form in _names(text))
-    elif kind in ("lost", "env") and not text.startswith(_PROSE) and statement.reason not in (BOUND, ENVIRONMENTS):
+    elif (
+        kind in ("lost", "env")
+        and not text.startswith(_PROSE)
+        and "pip uninstall" not in text
+        and statement.reason not in (BOUND, ENVIRONMENTS)
+    ):
         text = statement.text[:_MAX_SCRIPT]
         for word in dict.fromkeys(_WORD.findall(text)):
             # A table of pyproject.toml may be named by a package; upper case names a variable.

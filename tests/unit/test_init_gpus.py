@@ -206,6 +206,7 @@ def test_a_sign_without_a_version_is_a_warning(tmp_path: Path, name: str, text: 
         ("lost", "COPY cuda_kernels.py ."),
         ("lost", "LABEL title=the deepspeed image"),
         ("lost", "pip install --deepspeed-config x"),
+        ("lost", "pip uninstall -y triton"),
         ("lost", "SKIP_CUDA_BUILD=TRUE uv sync"),
         ("index", "https://host.example/cu126x/simple"),
     ],
@@ -449,6 +450,12 @@ def test_the_index_of_another_accelerator_never_enters_a_target(tmp_path: Path) 
     draft, recipe = imported(tmp_path, "requirements.txt", text, target="cu128-x86_64")
     assert recipe.targets["cu128-x86_64"].indexes == ("https://download.pytorch.org/whl/nightly/cu128",)
     assert len([one for one in draft.lost if one.reason.startswith("no target is for")]) == 3
+
+
+def test_variables_with_the_name_of_cuda_do_not_contradict_rocm(tmp_path: Path) -> None:
+    text = "FROM rocm/pytorch:rocm6.4_ubuntu22.04_py3.11_x\nENV NVTE_FRAMEWORK=pytorch TRITON_CACHE_DIR=/tmp/t\n"
+    draft, recipe = imported(tmp_path, "Dockerfile", f"{text}RUN pip install torch\n")
+    assert list(recipe.targets) == ["rocm6.4-x86_64"] and not draft.warning
 
 
 def test_the_environments_of_pixi_are_named_by_their_features(tmp_path: Path) -> None:
