@@ -2661,6 +2661,11 @@ def test_a_script_that_is_like_one_of_strangers_has_no_warning(text: str, fault:
     assert not [one for one in lint(text, "job.sh") if one.fault.id == fault and one.fault.level != "hint"]
 
 
+def test_a_script_whose_directives_all_come_too_late_is_read() -> None:
+    text = "#!/bin/bash\necho a\n#SBATCH --nodes=1\ntorchrun --standalone t.py --checkpoint x"
+    assert "directive-ignored" in ids(text)
+
+
 def test_every_placeholder_of_a_script_is_named() -> None:
     text = SLURM + "export A=/path/to/a\nsrun python train.py \\\n  --b <your b> \\\n  --c /path/to/c\n"
     problems = [one for one in lint(text, "job.sh") if one.fault.id == "placeholder"]

@@ -175,7 +175,7 @@ def of_lines(script: ParsedScript) -> Iterator[Found]:
     requeue = script.facts.requeue if script.facts else frozenset()
     saves = requeue and real and re.search("snapshot|checkpoint|resume", text, re.I)
     said = {word for _, words in script.directives for word in words}
-    if saves and not said & requeue:
+    if saves and said and not said & requeue:
         yield Found("requeue", script.directives[0][0])
 
 
