@@ -95,7 +95,7 @@ def _read_file(path: Path, groups: Collection[str]) -> Iterator[Statement]:
 
 def _read_folder(path: Path, groups: Collection[str], recipe: Path) -> Iterator[Statement]:
     """Yield the statements of the files with usual names, and name the files that another tool has to convert."""
-    present = sorted(one.name for one in path.iterdir() if one.is_file())
+    present = sorted(entry.name for entry in path.iterdir() if entry.is_file())
     names = [name for name in present if _format(name) and _IN_FOLDER.fullmatch(name)]
     if not names:
         hints = [f"{name}: {_hint(name)}" for name in present if _hint(name)]
@@ -159,4 +159,4 @@ def _hint(name: str) -> str:
 
 
 def _format(name: str) -> str:
-    return next((one for one, (pattern, _) in FORMATS.items() if re.fullmatch(pattern, name)), "")
+    return next((format_name for format_name, (pattern, _) in FORMATS.items() if re.fullmatch(pattern, name)), "")

@@ -133,14 +133,18 @@ def compose(
     arches = [Target.parse(target).arch] if target else _arches(kept)
     here, left_out, elsewhere = _by_use(given, kept, arches, chosen)
     signs = gpu_signs(here, chosen)
-    torch = [Requirement(one.text).specifier for one in kept if one.kind in _REQUIREMENTS and _project(one) == "torch"]
+    torch = [
+        Requirement(statement.text).specifier
+        for statement in kept
+        if statement.kind in _REQUIREMENTS and _project(statement) == "torch"
+    ]
     is_conda = any(statement.kind in _CONDA for statement in kept)
     signed = tags_of(signs, torch, arches[0])
     # conda's channels have other builds than PyTorch's indexes
     chosen_tags = signed if is_conda else [published(tag, torch, arches[0]) for tag in signed]
     targets = [Target.parse(target)] if target else _targets(kept, arches, chosen_tags)
-    tags = {one.accelerator for one in targets}
-    for statement in [one for one in kept if one.kind == "age"][1:]:
+    tags = {target.accelerator for target in targets}
+    for statement in [statement for statement in kept if statement.kind == "age"][1:]:
         lose(statement, "a recipe has one `exclude_newer`")
     for statement in list(kept):
         if _PLATFORMS.get(statement.platform or statement.text, targets[0].arch) not in arches:
@@ -152,24 +156,24 @@ def compose(
     python = python_version(kept, given, lose, preferred)
     pins = _pins(kept, python, targets, lose)
     named, limits = _merged(kept, "requirement"), _merged(kept, "constraint")
-    addresses = {one: pins.pop(one) for one, pin in list(pins.items()) if pin.url}
+    addresses = {project: pins.pop(project) for project, pin in list(pins.items()) if pin.url}
     if not named:  # a lock alone
-        named = {one: [str(pin)] for one, pin in pins.items()}
-        pins = {one: pin for one, pin in pins.items() if one == "torch"}
-    others = {_project(one): one for one in gone if one.kind == "requirement"}
-    for statement in [one for one in kept if one.kind == "pin" and _project(one) in addresses]:
+        named = {project: [str(pin)] for project, pin in pins.items()}
+        pins = {project: pin for project, pin in pins.items() if project == "torch"}
+    others = {_project(statement): statement for statement in gone if statement.kind == "requirement"}
+    for statement in [statement for statement in kept if statement.kind == "pin" and _project(statement) in addresses]:
         project = _project(statement)
         if project in others and project not in named:  # of an extra or group that is not carried
             lose(statement, others[project].reason)
         else:  # a constraint cannot have an address
-            pin, wanted = addresses[project], named.get(project, [statement.text])
-            named[project] = [_at(pin, Requirement(text)) for text in wanted]
-    constraints = [text for found in limits.values() for text in found]
-    for found in named.values():  # a second requirement of a project has to have a marker, as the first
-        constraints += found[1:] if ";" not in found[0] else []
-        found[1:] = found[1:] if ";" in found[0] else []
-    constraints += [f"{one}{re.sub(r'[+][^,;]*', '', str(pin.specifier))}" for one, pin in pins.items()]
-    for statement in [one for one in kept if one.kind == "override"]:
+            pin, texts_of_pin = addresses[project], named.get(project, [statement.text])
+            named[project] = [_at(pin, Requirement(text)) for text in texts_of_pin]
+    constraints = [text for texts in limits.values() for text in texts]
+    for texts_of_project in named.values():  # a second requirement of a project has to have a marker, as the first
+        constraints += texts_of_project[1:] if ";" not in texts_of_project[0] else []
+        texts_of_project[1:] = texts_of_project[1:] if ";" in texts_of_project[0] else []
+    constraints += [f"{project}{re.sub(r'[+][^,;]*', '', str(pin.specifier))}" for project, pin in pins.items()]
+    for statement in [statement for statement in kept if statement.kind == "override"]:
         project = _project(statement)
         if differs(project, [statement.text]) or any("@" in text for text in named.get(project, ())):
             lose(statement, "its builds differ by target, or it has an address: change its version there")
@@ -177,34 +181,40 @@ def compose(
             first = Requirement(named[project][0])
             named[project] = [_joined(first.name, first.extras, ())]
     # Packages whose builds differ by accelerator: torch, and those with a local version such as +cu126.
-    built = [] if is_conda else [one for one, texts in named.items() if differs(one, texts)]
-    of_targets = {one: named.pop(one) for one in built}
-    common = [text for found in named.values() for text in found]
+    built = [] if is_conda else [project for project, texts in named.items() if differs(project, texts)]
+    of_targets = {project: named.pop(project) for project in built}
+    common = [text for texts in named.values() for text in texts]
     tables: dict[str, dict[str, Any]] = {}
-    for one in targets:
-        own = dict.fromkeys([*of("index"), *of("index", arch=one.arch)])
-        indexes = [url for url in own if _tag_of(url) in ("", one.accelerator)]
+    for recipe_target in targets:
+        own = dict.fromkeys([*of("index"), *of("index", arch=recipe_target.arch)])
+        indexes = [url for url in own if _tag_of(url) in ("", recipe_target.accelerator)]
         indexes.sort(key=lambda url: not _tag_of(url))
         # Where PyTorch has no index for a build that the sources pin, it is in theirs.
-        if not is_conda and needs_index(one, indexes) and (is_published(one.accelerator) or not indexes):
-            indexes.insert(0, torch_index(one.accelerator))
-        tables[one.name] = _filled(
-            requirements=[built_for(text, pins.get(name), one) for name, texts in of_targets.items() for text in texts],
+        if (
+            not is_conda
+            and needs_index(recipe_target, indexes)
+            and (is_published(recipe_target.accelerator) or not indexes)
+        ):
+            indexes.insert(0, torch_index(recipe_target.accelerator))
+        tables[recipe_target.name] = _filled(
+            requirements=[
+                built_for(text, pins.get(name), recipe_target) for name, texts in of_targets.items() for text in texts
+            ],
             indexes=indexes,
-            conda=of(*_CONDA, arch=one.arch),
+            conda=of(*_CONDA, arch=recipe_target.arch),
         )
     data: dict[str, Any] = {"name": name, "description": f"Imported by envbuild init: {name}", "python": python}
     data |= {"requirements": [] if is_conda else common} | _filled(
         constraints=list(dict.fromkeys(constraints)),
-        overrides=[text for found in _merged(kept, "override").values() for text in found],
+        overrides=[text for texts in _merged(kept, "override").values() for text in texts],
         exclude_newer=next(iter(of("age")), ""),
     )
     if is_conda:
         channels = [url for text in of("channel") for url in (_DEFAULTS if text == "defaults" else (text,))]
         conda = {"channels": channels or ["conda-forge"], "dependencies": of(*_CONDA) or ["python"]}
         data |= {"environment": "conda", "conda": conda | _filled(requirements=common)}
-    for statement in [one for one in kept if one.kind == "project"]:
-        if any(one.reason == OWN_NAME for one in gone):
+    for statement in [statement for statement in kept if statement.kind == "project"]:
+        if any(statement.reason == OWN_NAME for statement in gone):
             lose(statement, "its requirements name packages of its workspace, which an index would replace")
         else:
             data["project"] = {"path": statement.text}
@@ -230,7 +240,10 @@ def _once(statements: Iterable[Statement]) -> list[Statement]:
     groups: dict[Statement, list[str]] = {}
     for statement in statements:
         groups.setdefault(replace(statement, group=""), []).append(statement.group)
-    return [replace(one, group="" if "" in found else " ".join(dict.fromkeys(found))) for one, found in groups.items()]
+    return [
+        replace(statement, group="" if "" in groups_of else " ".join(dict.fromkeys(groups_of)))
+        for statement, groups_of in groups.items()
+    ]
 
 
 def _by_use(
@@ -239,7 +252,7 @@ def _by_use(
     """Return the statements for the recipe, those of extras that are not carried, and those for other systems."""
     here, left_out, elsewhere = list[Statement](), list[Statement](), list[Statement]()
     # Sources that choose an index do not mean those that they leave unused.
-    reasons = (*ELSEWHERE, UNUSED_INDEX) if any(one.kind == "index" for one in given) else ELSEWHERE
+    reasons = (*ELSEWHERE, UNUSED_INDEX) if any(statement.kind == "index" for statement in given) else ELSEWHERE
     for statement in given:
         is_out = statement not in kept and _left_out(statement, chosen)
         if _is_for(statement, arches) and statement.reason not in reasons:
@@ -328,8 +341,8 @@ def _arches(kept: Collection[Statement]) -> list[str]:
         for statement in kept
         if statement.kind in ("platform", *_CONDA)
     ]
-    found = [arch for arch in dict.fromkeys(named) if arch]
-    return found or [host_arch() if host_arch() in ARCHES else ARCHES[0]]
+    arches = [arch for arch in dict.fromkeys(named) if arch]
+    return arches or [host_arch() if host_arch() in ARCHES else ARCHES[0]]
 
 
 def _targets(kept: Collection[Statement], arches: Sequence[str], signed: Sequence[str]) -> list[Target]:
@@ -379,22 +392,28 @@ def _applies(pin: Requirement, python: str, target: Target) -> bool:
 
 def _merged(kept: Collection[Statement], kind: str) -> dict[str, list[str]]:
     """Return the requirements of each project: first one that combines all without markers, then those with markers."""
-    found: dict[str, list[Requirement]] = {}
+    by_name: dict[str, list[Requirement]] = {}
     for statement in [statement for statement in kept if statement.kind == kind]:
         arch = _PLATFORMS.get(statement.platform) if ";" not in statement.text else None
         requirement = Requirement(statement.text + (f' ; platform_machine == "{arch}"' if arch else ""))
-        found.setdefault(normalise(requirement.name), []).append(requirement)
+        by_name.setdefault(normalise(requirement.name), []).append(requirement)
     merged: dict[str, list[str]] = {}
-    for name, several in found.items():
-        plain = [one for one in several if one.marker is None]
+    for name, several in by_name.items():
+        plain = [requirement for requirement in several if requirement.marker is None]
         if plain:  # a marker that is true on each Linux adds nothing to the others
-            plain = [one for one in several if one.marker is None or always_on_linux(str(one.marker))]
-        extras = {extra for one in plain for extra in one.extras}
-        parts = [str(part) for one in plain for part in one.specifier]
-        direct = next((f" @ {one.url}" for one in plain if one.url), "")  # it decides the version
+            plain = [
+                requirement
+                for requirement in several
+                if requirement.marker is None or always_on_linux(str(requirement.marker))
+            ]
+        extras = {extra for requirement in plain for extra in requirement.extras}
+        parts = [str(part) for requirement in plain for part in requirement.specifier]
+        direct = next(
+            (f" @ {requirement.url}" for requirement in plain if requirement.url), ""
+        )  # it decides the version
         merged[name] = [_joined(plain[0].name, extras, [direct] if direct else parts)] if plain else []
-        merged[name] += dict.fromkeys(str(one) for one in several if one not in plain)
-        if plain and any(set(one.extras) - extras for one in several):  # a constraint brings no extra
+        merged[name] += dict.fromkeys(str(requirement) for requirement in several if requirement not in plain)
+        if plain and any(set(requirement.extras) - extras for requirement in several):  # a constraint brings no extra
             merged[name][0] += f' ; python_version >= "{PYTHONS[0]}"'
     return merged
 
@@ -412,7 +431,7 @@ def _joined(name: str, extras: Collection[str], specifiers: Iterable[str]) -> st
 
 
 def _at(pin: Requirement, requirement: Requirement) -> str:
-    """Return the requirement `wanted` with the address from its `pin` instead of a version."""
+    """Return the requirement with the address from its `pin` instead of a version."""
     marker = f" ; {requirement.marker}" if requirement.marker else ""
     return _joined(requirement.name, requirement.extras | pin.extras, [f" @ {pin.url}"]) + marker
 
@@ -439,24 +458,34 @@ def built_for(text: str, pin: Requirement | None, target: Target, old: str = "")
     A version without a local part keeps none, unless it is torch's, or that of the `old` requirement has one:
     torchvision==0.22.1 has the same version in the indexes of all accelerators.
     """
-    wanted = Requirement(text)
-    parts = [str(part) for part in wanted.specifier] + ([str(pin.specifier)] if pin else [])
-    local = local_version(target) if normalise(wanted.name) == "torch" or _LOCAL.search(" ".join([*parts, old])) else ""
+    requirement = Requirement(text)
+    parts = [str(part) for part in requirement.specifier] + ([str(pin.specifier)] if pin else [])
+    local = (
+        local_version(target)
+        if normalise(requirement.name) == "torch" or _LOCAL.search(" ".join([*parts, old]))
+        else ""
+    )
 
-    def replaced(found: re.Match[str]) -> str:  # a longer local version of the same build, +rocm6.4.1, stays
-        return found[0] if local and (found[3] or "").startswith(local) else f"{found[1]}{found[2]}{local}"
+    def replaced(match: re.Match[str]) -> str:  # a longer local version of the same build, +rocm6.4.1, stays
+        return match[0] if local and (match[3] or "").startswith(local) else f"{match[1]}{match[2]}{local}"
 
     built = [re.sub(r"^(===?)([^+*]+)(\+.*)?$", replaced, part) for part in parts]
-    return _joined(wanted.name, wanted.extras, built) + (f" ; {wanted.marker}" if wanted.marker else "")
+    return _joined(requirement.name, requirement.extras, built) + (
+        f" ; {requirement.marker}" if requirement.marker else ""
+    )
 
 
 def _image(kept: Collection[Statement], gone: Collection[Statement], lose: Lose, is_conda: bool) -> dict[str, Any]:
     """Return the [image] table."""
     image: dict[str, Any] = {}
     # Debian's packages have other names and versions than those of Ubuntu, ROS and NVIDIA's images.
-    bases = [one.text.removeprefix("FROM ") for one in (*kept, *gone) if one.kind == "base" or one.text[:5] == "FROM "]
-    others = [one for one in bases if not _DEBIAN.match(one)]
-    for statement in sorted(kept, key=lambda one: one.kind == "package"):  # after the base
+    bases = [
+        statement.text.removeprefix("FROM ")
+        for statement in (*kept, *gone)
+        if statement.kind == "base" or statement.text[:5] == "FROM "
+    ]
+    others = [base for base in bases if not _DEBIAN.match(base)]
+    for statement in sorted(kept, key=lambda statement: statement.kind == "package"):  # after the base
         name, _, value = statement.text.partition("=")
         if statement.kind in ("base", "workdir"):
             if statement.kind == "base" and not is_conda:

@@ -55,9 +55,9 @@ def _yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 def _placed(path: Path, listed: Any) -> Iterator[tuple[Any, int, str]]:
     """Yield the values of a list, each with its line and place."""
-    for index, one in enumerate(list_at(listed)):
+    for index, item in enumerate(list_at(listed)):
         line = _line(listed, index)
-        yield one, line, f"{path}:{line + 1}"
+        yield item, line, f"{path}:{line + 1}"
 
 
 def _line(around: Any, key: Any) -> int:
@@ -74,14 +74,14 @@ def read_environment(path: Path) -> Iterator[Statement]:
         if key in KINDS:
             if value is not None and not isinstance(value, list):
                 yield lost(f"{key}: {value}", place, "not a list")
-            for one, line, at in _placed(path, value):
-                is_pip = list(table_at(one)) == ["pip"] and isinstance(one["pip"], list)
-                inner = _placed(path, one["pip"]) if is_pip else [(one, line, at)]
+            for item, line, at in _placed(path, value):
+                is_pip = list(table_at(item)) == ["pip"] and isinstance(item["pip"], list)
+                inner = _placed(path, item["pip"]) if is_pip else [(item, line, at)]
                 for text, number, where in inner:
                     selector = next(iter(_SELECTOR.findall(lines[number])), "linux")
                     if not isinstance(text, str) or selector not in _SELECTED:
                         yield lost(text, where, OTHER_SYSTEM if isinstance(text, str) else "not a string")
-                    elif text is one:
+                    elif text is item:
                         channel, marks, spec = text.partition("::") if key == "dependencies" else ("", "", text)
                         if marks:
                             yield Statement("channel", channel, where)
@@ -92,7 +92,7 @@ def read_environment(path: Path) -> Iterator[Statement]:
                         for pip in pip_line(text, where, beside(path.parent)):
                             yield replace(pip, platform=_SELECTED[selector])
         elif key == "variables":
-            yield from (Statement("env", f"{name}={one}", place) for name, one in table_at(value).items())
+            yield from (Statement("env", f"{name}={text}", place) for name, text in table_at(value).items())
         else:
             yield Statement("name", str(value), place) if key == "name" else lost(f"{key}: {value}", place, TOOL)
 
@@ -193,8 +193,8 @@ def pixi_entries(document: Document, root: tuple[str, ...]) -> Iterator[Statemen
 
 def _table_entry(document: Document, entry: Statement, keys: tuple[str, ...]) -> Statement:
     """Return the channel or platform of a pixi entry in table form: {channel = "nvidia", priority = 1}."""
-    for index, one in enumerate(list_at(document.data, *keys)):
-        if document.where(*keys, index) == entry.place and (name := value_at(one, keys[-1].removesuffix("s"))):
+    for index, item in enumerate(list_at(document.data, *keys)):
+        if document.where(*keys, index) == entry.place and (name := value_at(item, keys[-1].removesuffix("s"))):
             return Statement(KINDS[keys[-1]], str(name), entry.place, entry.group)
     return entry
 
@@ -203,10 +203,10 @@ def read_conda_lock(path: Path) -> Iterator[Statement]:
     """Yield the pins of a conda-lock.yml, version 1. Raises UsageError."""
     data, _ = _yaml(path)
     check_version(path, "conda-lock.yml", data.get("version"), "1")
-    for one, _, place in _placed(path, value_at(data, "metadata", "channels")):
-        yield Statement("channel", str(value_at(one, "url")), place)
-    for one, _, place in _placed(path, data.get("package")):
-        row = table_at(one)
+    for item, _, place in _placed(path, value_at(data, "metadata", "channels")):
+        yield Statement("channel", str(value_at(item, "url")), place)
+    for item, _, place in _placed(path, data.get("package")):
+        row = table_at(item)
         group = str(row.get("category", "main")).replace("main", "")
         yield _pin(row.get("manager") == "pip", str(row.get("url")), row, place, group, str(row.get("platform")))
     yield lost("url, hash", str(path), _LOCKED)
@@ -219,20 +219,20 @@ def read_pixi_lock(path: Path) -> Iterator[Statement]:
     """
     data, _ = _yaml(path)
     check_version(path, "pixi.lock", data.get("version"), "[5-7]")
-    subdirs = {str(value_at(one, "name")): str(value_at(one, "subdir")) for one in list_at(data, "platforms")}
+    subdirs = {str(value_at(row, "name")): str(value_at(row, "subdir")) for row in list_at(data, "platforms")}
     subdirs = {name: subdir for name, subdir in subdirs.items() if subdir != "None"}
     groups: dict[str, dict[str, list[str]]] = {}  # by URL and platform
     for name, environment in table_at(data, "environments").items():
-        for one, _, place in _placed(path, value_at(environment, "channels")):
-            yield Statement("channel", str(value_at(one, "url")).rstrip("/").removeprefix(f"{CHANNEL_ALIAS}/"), place)
-        for one, _, place in _placed(path, value_at(environment, "indexes")):
-            yield lost(one, place, INDEX)
+        for item, _, place in _placed(path, value_at(environment, "channels")):
+            yield Statement("channel", str(value_at(item, "url")).rstrip("/").removeprefix(f"{CHANNEL_ALIAS}/"), place)
+        for item, _, place in _placed(path, value_at(environment, "indexes")):
+            yield lost(item, place, INDEX)
         for platform, listed in table_at(environment, "packages").items():
-            for one in map(table_at, list_at(listed)):
-                found = groups.setdefault(str(one.get("conda") or one.get("pypi")), {})
-                found.setdefault(subdirs.get(str(platform), str(platform)), []).append(str(name))
-    for one, _, place in _placed(path, data.get("packages")):
-        row = table_at(one)
+            for item in map(table_at, list_at(listed)):
+                platforms = groups.setdefault(str(item.get("conda") or item.get("pypi")), {})
+                platforms.setdefault(subdirs.get(str(platform), str(platform)), []).append(str(name))
+    for item, _, place in _placed(path, data.get("packages")):
+        row = table_at(item)
         url = str(row.get("conda") or row.get("pypi") or row.get("url"))
         is_pip = "pypi" in row or row.get("kind") == "pypi"
         for platform, names in groups.get(url, {}).items():

@@ -115,7 +115,7 @@ def read_dockerfile(path: Path) -> Iterator[Statement]:
     arch = GOARCH.get(host_arch(), host_arch())
     # What a builder sets; source: docs.docker.com, "Automatic platform ARGs in the global scope".
     platform = {"PLATFORM": f"linux/{arch}", "OS": "linux", "ARCH": arch}
-    stages = [_Stage("", args={f"{of}{key}": one for of in ("TARGET", "BUILD") for key, one in platform.items()})]
+    stages = [_Stage("", args={f"{of}{key}": value for of in ("TARGET", "BUILD") for key, value in platform.items()})]
     for number, name, rest in _instructions(text_of(path)):
         place, stage = f"{path}:{number}", stages[-1]
         if name == "FROM":
@@ -125,9 +125,13 @@ def read_dockerfile(path: Path) -> Iterator[Statement]:
     whole = [stages[0], stages[-1]]  # stages whose variables, working directory and Debian packages the image has
     while above := whole[-1].above:
         whole.append(above)
-    copied = [one for stage in whole for one in stage.copied]  # stages of which it has the Python packages
-    for one in copied:
-        copied += [other for other in (*one.copied, one.above) if other is not None and other not in copied]
+    copied = [
+        copied_stage for stage in whole for copied_stage in stage.copied
+    ]  # stages of which it has the Python packages
+    for source_stage in copied:
+        copied += [
+            other for other in (*source_stage.copied, source_stage.above) if other is not None and other not in copied
+        ]
     for stage in stages:
         for statement in stage.statements:
             if stage in whole or (stage in copied and (statement.kind in _OF_ENVIRONMENT or statement.reason)):
@@ -167,7 +171,7 @@ def _instruction(
     if name == "ARG":
         given = _values(rest, stage.variables)
         declared = re.findall(r"^(\w+)$", text)
-        stage.args |= given | {one: stages[0].args[one] for one in declared if one in stages[0].args}
+        stage.args |= given | {name: stages[0].args[name] for name in declared if name in stages[0].args}
         yield lost(f"ARG {' '.join(f'{key}={value}' for key, value in given.items()) or rest}", place, _REASONS["ARG"])
     elif name == "ENV":
         given = _values(rest, stage.variables)
@@ -270,10 +274,13 @@ def _copy(text: str, shown: str, place: str, stage: _Stage, stages: list[_Stage]
     elif other is not None:
         taken = [other.path(source) for source in sources]
         for source in taken:
-            for file, found in other.files:
+            for file, path in other.files:
                 if file == source or file.startswith(f"{source}/"):
-                    stage.files.append((stage.path(target) + file[len(source) :], found))
-        if any(_ENVIRONMENT.match(one) or any(_overlap(one, made) for made in other.made) for one in taken):
+                    stage.files.append((stage.path(target) + file[len(source) :], path))
+        if any(
+            _ENVIRONMENT.match(made_path) or any(_overlap(made_path, made) for made in other.made)
+            for made_path in taken
+        ):
             stage.copied.append(other)
             stage.made.append(stage.path(target))
             return  # its packages are the image's
@@ -286,15 +293,15 @@ def _copy(text: str, shown: str, place: str, stage: _Stage, stages: list[_Stage]
 def _copied(text: str) -> tuple[list[str], dict[str, str]]:
     """Return the paths (sources, then target) and the options of a COPY."""
     try:
-        words = [str(one) for one in parse_json(text)] if text.startswith("[") else shlex.split(text)
+        words = [str(item) for item in parse_json(text)] if text.startswith("[") else shlex.split(text)
     except (ValueError, TypeError):
         words = text.split()
     options = dict(word[2:].partition("=")[::2] for word in words if word.startswith("--"))
     return [word for word in words if not word.startswith("--")], options
 
 
-def _overlap(one: str, other: str) -> bool:
-    return f"{one}/".startswith(f"{other.rstrip('/')}/") or f"{other}/".startswith(f"{one.rstrip('/')}/")
+def _overlap(path: str, other: str) -> bool:
+    return f"{path}/".startswith(f"{other.rstrip('/')}/") or f"{other}/".startswith(f"{path.rstrip('/')}/")
 
 
 def _in_context(source: str, folder: Path) -> list[Path]:
@@ -329,15 +336,15 @@ def _finder(stage: _Stage, workdir: str, mounted: list[tuple[str, list[Path]]]) 
     """
 
     def find(name: str) -> Path | tuple[str, str] | None:
-        wanted = posixpath.normpath(posixpath.join(workdir, name))
-        for place, found in [*stage.files, *mounted][::-1]:
-            if isinstance(found, tuple):
-                if wanted == place:
-                    return found
+        full_name = posixpath.normpath(posixpath.join(workdir, name))
+        for place, paths in [*stage.files, *mounted][::-1]:
+            if isinstance(paths, tuple):
+                if full_name == place:
+                    return paths
                 continue
-            inside = wanted.startswith(f"{place.rstrip('/')}/")
-            inner = wanted[len(place.rstrip("/")) + 1 :] if inside else ""
-            files = [path / inner for path in found if (inside or wanted == place) and (path / inner).is_file()]
+            inside = full_name.startswith(f"{place.rstrip('/')}/")
+            inner = full_name[len(place.rstrip("/")) + 1 :] if inside else ""
+            files = [path / inner for path in paths if (inside or full_name == place) and (path / inner).is_file()]
             if len(files) > 1:
                 raise UsageError(
                     f"cannot tell the build context: both {files[0]} and {files[1]} fit; name one with --from"
@@ -363,11 +370,11 @@ def _run(text: str, place: str, stage: _Stage, folder: Path) -> Iterator[Stateme
     commands: list[list[str]] = [[]]
     try:
         if body.startswith("["):
-            commands = [[str(one) for one in parse_json(body)]]
+            commands = [[str(item) for item in parse_json(body)]]
         else:
             lines, comment = body.replace("\\\n", " ").replace("\n", f" {_NEWLINE} "), False
             held: list[str] = []
-            while (whole := _SUBSTITUTION.sub(lambda found: _held(found[0], held), lines)) != lines:
+            while (whole := _SUBSTITUTION.sub(lambda match: _held(match[0], held), lines)) != lines:
                 lines = whole
             lexer = shlex.shlex(lines, posix=True, punctuation_chars=";&|<>()")
             lexer.whitespace_split, lexer.commenters = True, ""  # a # inside a word, as in a URL, is no comment
@@ -393,14 +400,14 @@ def _run(text: str, place: str, stage: _Stage, folder: Path) -> Iterator[Stateme
             workdir = posixpath.normpath(posixpath.join(workdir, words[-1]))
             continue
         if inner := _script(words[start:]):
-            found = _run(inner, place, stage, folder)
+            statements = _run(inner, place, stage, folder)
         else:
-            found = _command(words, start, place, stage, _finder(stage, workdir, mounted))
+            statements = _command(words, start, place, stage, _finder(stage, workdir, mounted))
         # The packages of a command that may not run are named, because they may be for GPUs.
         yield from (
-            (replace(statement, reason=statement.reason or shell.reason) for statement in found)
+            (replace(statement, reason=statement.reason or shell.reason) for statement in statements)
             if shell.reason
-            else found
+            else statements
         )
 
 
@@ -409,8 +416,8 @@ def _command(words: list[str], start: int, place: str, stage: _Stage, find: Find
     line = " ".join(words[start:])
     stage.made += [stage.path(path) for path in _MAKES.findall(line)]
     matches = {kind: match for kind, pattern in _INSTALL.items() if (match := pattern.match(line))}
-    kind, found = next(iter(matches.items()), ("", None))
-    if not found:
+    kind, options_found = next(iter(matches.items()), ("", None))
+    if not options_found:
         if python := _CHOSEN_PYTHON.match(line):
             yield Statement("python", f"=={next(filter(None, python.groups()))}.*", place)
         yield lost(" ".join(words), place, _SYNCED if _SYNC.match(line) else _SHELL)
@@ -420,14 +427,14 @@ def _command(words: list[str], start: int, place: str, stage: _Stage, find: Find
         yield lost(" ".join(words[redirected - 1 : redirected + 2]), place, _REDIRECTED)
         del words[redirected - words[redirected - 1].isdecimal() : redirected + 2]  # the 2 of 2>&1, too
     yield from (lost(word, place, _FOR_COMMAND) for word in words[:start] if "=" in word)
-    left = words[start + len(found[0].split()) :]
+    left = words[start + len(options_found[0].split()) :]
     if kind == "pip":
         for statement in pip_words(left, place, find):
             yield statement
             yield from _own_requirements(statement, find)
     else:
         # `conda env` without a file reads this one.
-        default = ["-f", "environment.yml"] if " env " in found[0] and not {*_CONDA_FILES} & set(left) else []
+        default = ["-f", "environment.yml"] if " env " in options_found[0] and not {*_CONDA_FILES} & set(left) else []
         yield from _packages([*left, *default], place, kind, find)
 
 
@@ -438,11 +445,11 @@ def _own_requirements(statement: Statement, find: Find) -> Iterator[Statement]:
         path = find(posixpath.join(match[1], "pyproject.toml")) if match else None
         if not match or not isinstance(path, Path):
             return
-        extras = {normalise(one) for one in (match[2] or "").split(",") if one.strip()}
-        for one in read_pyproject(path):
-            if one.kind in ("requirement", "python"):
-                is_chosen = not extras.isdisjoint(map(normalise, one.group.split()))
-                yield replace(one, group="") if is_chosen else one
+        extras = {normalise(extra) for extra in (match[2] or "").split(",") if extra.strip()}
+        for declared in read_pyproject(path):
+            if declared.kind in ("requirement", "python"):
+                is_chosen = not extras.isdisjoint(map(normalise, declared.group.split()))
+                yield replace(declared, group="") if is_chosen else declared
     except UsageError as error:
         yield lost(statement.text, statement.place, error.message)
 
@@ -452,8 +459,8 @@ def _script(words: list[str]) -> str:
     if not re.fullmatch(r"(?:\S*/)?(?:ba|da|z)?sh", words[0]):
         return ""
     options = list(takewhile(lambda word: word.startswith("-"), words[1:]))
-    found = options and re.fullmatch(r"-[a-z]*c", options[-1])
-    return "".join(words[len(options) + 1 : len(options) + 2]) if found else ""
+    match = options and re.fullmatch(r"-[a-z]*c", options[-1])
+    return "".join(words[len(options) + 1 : len(options) + 2]) if match else ""
 
 
 _SUBSTITUTION = re.compile(r"\$\([^()]*\)")
@@ -466,7 +473,7 @@ def _held(text: str, held: list[str]) -> str:
 
 
 def _freed(word: str, held: list[str]) -> str:
-    while (whole := re.sub("\x01(\\d+)\x01", lambda found: held[int(found[1])], word)) != word:
+    while (whole := re.sub("\x01(\\d+)\x01", lambda match: held[int(match[1])], word)) != word:
         word = whole
     return word
 
@@ -568,10 +575,10 @@ def _packages(words: list[str], place: str, kind: str, find: Find) -> Iterator[S
 def _conda_file(name: str, place: str, find: Find) -> Iterator[Statement]:
     """Yield the statements of a conda file without the environment's name, which does not name the recipe."""
     try:
-        found = find(name)
-        if not isinstance(found, Path):
+        path = find(name)
+        if not isinstance(path, Path):
             yield lost(f"--file {name}", place, "no such file here: name it with --from")
             return
-        yield from (statement for statement in read_conda_file(found) if statement.kind != "name")
+        yield from (statement for statement in read_conda_file(path) if statement.kind != "name")
     except UsageError as error:
         yield lost(f"--file {name}", place, error.message)

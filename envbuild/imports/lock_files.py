@@ -75,7 +75,7 @@ def read_toml_lock(path: Path, groups: Collection[str] = ()) -> Iterator[Stateme
         if _is_own(row):
             yield from _own(row, at)
             continue
-        names = [str(one) for one in list_at(row, "groups") or [row.get("category", "main")]]  # poetry 1: category
+        names = [str(group) for group in list_at(row, "groups") or [row.get("category", "main")]]  # poetry 1: category
         group = "" if "main" in names and not row.get("optional") else " ".join(names)
         use = uses.get(number, _Use(group))
         if use.reason:
@@ -106,14 +106,14 @@ def _manifest(document: Document) -> Iterator[Statement]:
     """
     for key, kind in (("overrides", "override"), ("constraints", "constraint")):
         place = document.where("manifest", key)
-        for one in map(table_at, list_at(document.data, "manifest", key)):
-            if _ELSEWHERE & one.keys():
-                yield lost(one, place, SOURCE)
+        for row in map(table_at, list_at(document.data, "manifest", key)):
+            if _ELSEWHERE & row.keys():
+                yield lost(row, place, SOURCE)
                 continue
-            extras = ",".join(map(str, list_at(one, "extras")))
-            text = f"{one.get('name')}{f'[{extras}]' if extras else ''}{one.get('specifier', '')}"
-            yield Statement(kind, f"{text} ; {one['marker']}" if one.get("marker") else text, place)
-    markers = [str(one) for one in list_at(document.data, "supported-markers")]
+            extras = ",".join(map(str, list_at(row, "extras")))
+            text = f"{row.get('name')}{f'[{extras}]' if extras else ''}{row.get('specifier', '')}"
+            yield Statement(kind, f"{text} ; {row['marker']}" if row.get("marker") else text, place)
+    markers = [str(marker) for marker in list_at(document.data, "supported-markers")]
     yield from python_of(markers, document.where("supported-markers"))
 
 
@@ -145,13 +145,15 @@ def _uses_of_uv(rows: Sequence[Mapping[str, Any]], chosen: Collection[str]) -> d
     active = [known[normalise(name)] for name in chosen if normalise(name) in known]
     now = {place: _reached(rows, own, active, place) for place in _PLACES}
     by_group = {name: {place: _reached(rows, own, [name], place) for place in _PLACES} for name in known.values()}
-    needed = {one.get("name") for row in rows for one in _needs_of(row)}
+    needed = {need.get("name") for row in rows for need in _needs_of(row)}
     uses: dict[int, _Use] = {}
     for number, row in enumerate(rows):
         if row.get("name") not in needed:
             continue
         places = [place for place in _PLACES if number in now[place]]
-        others = [name for name, found in by_group.items() if any(number in one for one in found.values())]
+        others = [
+            name for name, numbers in by_group.items() if any(number in row_numbers for row_numbers in numbers.values())
+        ]
         if places:
             uses[number] = _Use("", _marker_of(places))
         elif others:
@@ -197,15 +199,15 @@ def _needs_of(row: Mapping[str, Any], extra: str | None = None) -> list[dict[str
     for key in ("optional-dependencies", "dev-dependencies"):
         for name, given in table_at(row, key).items():
             tables[name] = [*list_at(tables.get(name)), *list_at(given)]
-    found = tables.values() if extra is None else [tables.get(extra)]
-    return [table_at(one) for table in found for one in list_at(table)]
+    tables_used = tables.values() if extra is None else [tables.get(extra)]
+    return [table_at(item) for table in tables_used for item in list_at(table)]
 
 
 def _is_true(marker: str, place: _Place, extras: Collection[str] = ()) -> bool:
     """Return whether a marker is true on Linux at `place` with the active `extras`."""
     switched = re.sub(
         r"extra (==|!=) ['\"]([^'\"]*)['\"]",
-        lambda found: f"python_version {'>=' if (found[2] in extras) is (found[1] == '==') else '<'} '3'",
+        lambda match: f"python_version {'>=' if (match[2] in extras) is (match[1] == '==') else '<'} '3'",
         marker,
     )
     return for_linux(switched, (place,))
@@ -214,7 +216,7 @@ def _is_true(marker: str, place: _Place, extras: Collection[str] = ()) -> bool:
 def _marker_of(places: Sequence[_Place]) -> str:
     """Return a marker for `places`, "" for all places; it also covers Pythons between the lowest and the highest."""
     arches = list(dict.fromkeys(arch for arch, _ in places))
-    used = [python for python in PYTHONS if any(one == python for _, one in places)]
+    used = [python for python in PYTHONS if any(version == python for _, version in places)]
     parts = [f"platform_machine == '{arches[0]}'"] if len(arches) == 1 else []
     parts += [f"python_version >= '{used[0]}'"] if used[0] != PYTHONS[0] else []
     parts += [f"python_version <= '{used[-1]}'"] if used[-1] != PYTHONS[-1] else []
@@ -229,8 +231,8 @@ def _uses_of_poetry(rows: Sequence[Mapping[str, Any]]) -> dict[int, _Use]:
     needs: dict[str, list[tuple[int, str]]] = {}  # name → number of the package that needs it, and the marker
     for number, row in enumerate(rows):
         for name, given in table_at(row, "dependencies").items():
-            for one in given if isinstance(given, list) else [given]:
-                needs.setdefault(normalise(name), []).append((number, str(table_at(one).get("markers", ""))))
+            for constraint in given if isinstance(given, list) else [given]:
+                needs.setdefault(normalise(name), []).append((number, str(table_at(constraint).get("markers", ""))))
     unused: set[int] = set()
     changed = True
     while changed:
@@ -247,18 +249,20 @@ def _own(row: Mapping[str, Any], place: str) -> Iterator[Statement]:
     """Yield the requirements of the project to which a uv.lock belongs."""
     yield Statement("name", str(row.get("name")), place)
     metadata = table_at(row, "metadata")
-    for group, found in {"": metadata.get("requires-dist"), **table_at(metadata, "requires-dev")}.items():
-        for one in map(table_at, list_at(found)):
-            marker = str(one.get("marker", ""))
-            extras = ",".join(str(item) for item in list_at(one, "extras"))
+    for group, rows in {"": metadata.get("requires-dist"), **table_at(metadata, "requires-dev")}.items():
+        for requirement_row in map(table_at, list_at(rows)):
+            marker = str(requirement_row.get("marker", ""))
+            extras = ",".join(str(item) for item in list_at(requirement_row, "extras"))
             rest = re.sub(rf"(?: and )?{_EXTRA}(?: and )?", "", marker)
-            text = f"{one.get('name')}{f'[{extras}]' if extras else ''}{one.get('specifier', '')}"
+            text = (
+                f"{requirement_row.get('name')}{f'[{extras}]' if extras else ''}{requirement_row.get('specifier', '')}"
+            )
             text = f"{text} ; {rest}" if rest else text
             own = group or " ".join(re.findall(_EXTRA, marker))
-            if normalise(str(one.get("name"))) == normalise(str(row.get("name"))):
+            if normalise(str(requirement_row.get("name"))) == normalise(str(row.get("name"))):
                 yield lost(text, place, OWN, own)
-            elif _ELSEWHERE & one.keys() - _REMOTE:  # what is remote has its address in its own row
-                yield lost(one, place, OWN_NAME, own)
+            elif _ELSEWHERE & requirement_row.keys() - _REMOTE:  # what is remote has its address in its own row
+                yield lost(requirement_row, place, OWN_NAME, own)
             else:
                 yield Statement("requirement", text, place, own)
 
@@ -281,7 +285,10 @@ def _address(row: Mapping[str, Any], source: Mapping[str, Any]) -> str:
         return ""
     files = [
         value_at(archive, "hashes", "sha256"),
-        *(value_at(one, "hash") for one in (row.get("sdist"), *list_at(row, "wheels"), *list_at(row, "files"))),
+        *(
+            value_at(file_row, "hash")
+            for file_row in (row.get("sdist"), *list_at(row, "wheels"), *list_at(row, "files"))
+        ),
     ]
     hashes = {str(file).removeprefix("sha256:") for file in files if file}
     url = str(archive.get("url", "")) or url
@@ -292,8 +299,8 @@ def _markers(row: Mapping[str, Any]) -> str:
     """Return the marker of a locked package; clauses about extras and groups are replaced by true."""
     given = row.get("resolution-markers") or row.get("markers") or row.get("marker") or []
     given = table_at(given).get("main", []) if isinstance(given, dict) else given
-    found = [f"({one})" for one in (given if isinstance(given, list) else [given]) if isinstance(one, str)]
-    return _CLAUSE.sub("python_version >= '3'", " or ".join(dict.fromkeys(found)))
+    clauses = [f"({clause})" for clause in (given if isinstance(given, list) else [given]) if isinstance(clause, str)]
+    return _CLAUSE.sub("python_version >= '3'", " or ".join(dict.fromkeys(clauses)))
 
 
 def _pin(name: object, version: object, marker: str, place: str, group: str) -> Statement:
@@ -314,8 +321,8 @@ def read_pipfile_lock(path: Path) -> Iterator[Statement]:
     check_version(path, "Pipfile.lock", meta.get("pipfile-spec"), "6")
     if python := value_at(meta, "requires", "python_version"):
         yield Statement("python", f"=={python}.*", str(path))
-    for one in map(table_at, list_at(meta, "sources")):
-        yield Statement("index", str(one.get("url")), str(path))
+    for source_row in map(table_at, list_at(meta, "sources")):
+        yield Statement("index", str(source_row.get("url")), str(path))
     for category in data.keys() - {"_meta"}:
         start = next((number for number, line in enumerate(lines) if line.strip().startswith(f'"{category}":')), 0)
         for name, row in table_at(data, category).items():
@@ -349,26 +356,28 @@ def read_installed(path: Path) -> Iterator[Statement]:
         yield Statement("conda-pin", f"{package.name} {package.version} {package.build}", place)
     for channel in dict.fromkeys(package.channel for package in inventory.own_conda if package.channel):
         yield Statement("channel", channel.removeprefix(f"{CHANNEL_ALIAS}/"), f"{path}/conda-meta")
-    requested = {one.name for one in inventory.python if f"{one.info}/REQUESTED" in inventory.files}
-    for one in inventory.python:
-        place = f"{path}/{one.info}"
-        if _content(path, one, "INSTALLER").strip() == "conda":
+    requested = {
+        distribution.name for distribution in inventory.python if f"{distribution.info}/REQUESTED" in inventory.files
+    }
+    for installed in inventory.python:
+        place = f"{path}/{installed.info}"
+        if _content(path, installed, "INSTALLER").strip() == "conda":
             continue
-        if normalise(one.name) == "ddp-train":
-            yield lost(f"{one.name}=={one.version}", place, "envbuild's trainer, which every artifact gets")
+        if normalise(installed.name) == "ddp-train":
+            yield lost(f"{installed.name}=={installed.version}", place, "envbuild's trainer, which every artifact gets")
             continue
         try:
-            origin = table_at(parse_json(_content(path, one, "direct_url.json") or "{}"))
+            origin = table_at(parse_json(_content(path, installed, "direct_url.json") or "{}"))
         except ValueError:
             origin = {}
         if origin:
-            yield lost(f"{one.name} @ {origin.get('url')}", place, SOURCE)
+            yield lost(f"{installed.name} @ {origin.get('url')}", place, SOURCE)
             continue
-        if one.name in requested:
-            yield Statement("requirement", one.name, place)
-        yield Statement("pin", f"{one.name}=={one.version}", place)
-        if normalise(one.name) == "torch":
-            for name, version in torch_builds(_content(path, one, f"../{VERSION_FILE}")).items():
+        if installed.name in requested:
+            yield Statement("requirement", installed.name, place)
+        yield Statement("pin", f"{installed.name}=={installed.version}", place)
+        if normalise(installed.name) == "torch":
+            for name, version in torch_builds(_content(path, installed, f"../{VERSION_FILE}")).items():
                 parts = version.split(".")
                 tag = f"cu{''.join(parts)}" if name == "cuda" else f"rocm{'.'.join(parts[:2])}"
                 yield Statement("accelerator", tag, place)

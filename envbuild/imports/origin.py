@@ -47,8 +47,8 @@ def merge(text: str, base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[s
     """
     mine, old, now = _flat(parse_toml(text)), _flat(base), _flat(new)
     conflicts, kept = [], set[Keys]()
-    changed = [one for one in {**now, **old} if old.get(one) != now.get(one) and one[0] not in _OWN]
-    gone = {one for one in changed if one not in now and mine.get(one) == old.get(one)}
+    changed = [place for place in {**now, **old} if old.get(place) != now.get(place) and place[0] not in _OWN]
+    gone = {place for place in changed if place not in now and mine.get(place) == old.get(place)}
     for place in changed:
         before, after, here = old.get(place), now.get(place), mine.get(place)
         if here == after or place[0][:2] in kept:
@@ -67,19 +67,19 @@ def merge(text: str, base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[s
 
 def _flat(data: Mapping[str, Any], above: Keys = ()) -> dict[Place, Any]:
     """Return place → value for all values of a recipe, and an empty value for each target."""
-    found: dict[Place, Any] = {}
+    values: dict[Place, Any] = {}
     for key, value in data.items():
         keys = (*above, key)
         if isinstance(value, Mapping):
             if above == ("targets",):
-                found[keys, ""] = {}
-            found |= _flat(value, keys)
+                values[keys, ""] = {}
+            values |= _flat(value, keys)
         elif isinstance(value, list):
-            for one in value:
-                found.setdefault((keys, _identity(keys, str(one))), one)
+            for item in value:
+                values.setdefault((keys, _identity(keys, str(item))), item)
         else:
-            found[keys, ""] = value
-    return found
+            values[keys, ""] = value
+    return values
 
 
 def _identity(keys: Keys, entry: str) -> str:
@@ -99,17 +99,19 @@ def _elsewhere(place: Place, mine: Mapping[Place, Any], gone: set[Place]) -> str
     keys, entry = place
     if keys[-1] != "requirements" or keys[0] == "conda":
         return ""
-    lists = [one for one in mine if one[0][-1] == "requirements" and one[0][0] != "conda" and one not in gone]
+    lists = [place for place in mine if place[0][-1] == "requirements" and place[0][0] != "conda" and place not in gone]
     # The same package may be in two targets, and not in one and for all.
-    same = [one for one in lists if one[1] == entry and one[0] != keys and (len(one[0]) == 1 or len(keys) == 1)]
+    same = [
+        place for place in lists if place[1] == entry and place[0] != keys and (len(place[0]) == 1 or len(keys) == 1)
+    ]
     return f"{mine[same[0]]!r} in {'.'.join(map(str, same[0][0]))}" if same else ""
 
 
 def _own_edits(place: Place, mine: Mapping[Place, Any], old: Mapping[Place, Any]) -> str:
     """Return the user's edits in a target, for a message: `KEY = VALUE, …`."""
     keys, _ = place
-    inside = [one for one in {**mine, **old} if one[0][:2] == keys and mine.get(one) != old.get(one)]
-    return ", ".join(f"{_name(one)} = {mine.get(one)!r}" for one in inside)
+    inside = [place for place in {**mine, **old} if place[0][:2] == keys and mine.get(place) != old.get(place)]
+    return ", ".join(f"{_name(place)} = {mine.get(place)!r}" for place in inside)
 
 
 def _applied(text: str, place: Place, before: Any, after: Any) -> str:
@@ -189,14 +191,14 @@ def _has_wheels(loaded: LoadedRecipe, environment: Environment) -> bool:
     for name, table in recipe.targets.items():
         target, _ = loaded.target(name)
         platform = target.platform(table.glibc)
-        wanted = applicable((*recipe.requirements, *table.requirements), recipe.python, platform)
-        wanted = {one: lines for one, lines in wanted.items() if not any(line.url for line in lines)}
+        lines_of = applicable((*recipe.requirements, *table.requirements), recipe.python, platform)
+        lines_of = {name: lines for name, lines in lines_of.items() if not any(line.url for line in lines)}
         limits = applicable(recipe.constraints, recipe.python, platform)
         indexes, unreached = reachable(table.indexes, environment, False)
-        releases = Offers(environment, indexes, False).releases(wanted)
-        for one, lines in wanted.items():
-            project_releases = allowed_releases(releases[one], [*lines, *limits.get(one, ())], recipe.python)
-            unknown = not project_releases and (unreached or not releases[one])
+        releases = Offers(environment, indexes, False).releases(lines_of)
+        for project, lines in lines_of.items():
+            project_releases = allowed_releases(releases[project], [*lines, *limits.get(project, ())], recipe.python)
+            unknown = not project_releases and (unreached or not releases[project])
             if not unknown and not any(release.fits(recipe.python, platform) for release in project_releases):
                 return False
     return True

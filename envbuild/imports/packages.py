@@ -69,18 +69,18 @@ class _Editor:
     def entries(self, lists: Sequence[Keys], name: str) -> Iterator[tuple[Keys, int, str]]:
         """Yield the entries of `lists` for the package `name`, the last one of each list first."""
         for keys in lists:
-            found = list(enumerate(list_at(self.data, *map(str, keys))))
-            yield from ((keys, n, text) for n, text in reversed(found) if isinstance(text, str) and _name(text) == name)
+            items = list(enumerate(list_at(self.data, *map(str, keys))))
+            yield from ((keys, n, text) for n, text in reversed(items) if isinstance(text, str) and _name(text) == name)
 
     def put(self, keys: Keys, number: int | None, text: str) -> None:
         """Write `text` as entry `number` of the list at `keys`, None for a new one."""
-        found = list_at(self.data, *map(str, keys))
-        old = "" if number is None else str(found[number])
+        items = list_at(self.data, *map(str, keys))
+        old = "" if number is None else str(items[number])
         if old == text:
             return
         self.changes.append((_dotted(keys), old, text))
-        place = len(found) if number is None else number
-        self.text = set_value(self.text, (*keys, place) if found else keys, text if found else [text])
+        place = len(items) if number is None else number
+        self.text = set_value(self.text, (*keys, place) if items else keys, text if items else [text])
 
     def drop(self, keys: Keys, number: int, old: str) -> None:
         self.changes.append((_dotted(keys), old, ""))
@@ -118,10 +118,10 @@ def remove_packages(loaded: LoadedRecipe, words: Sequence[str], *, target: str |
     with _editing(loaded):
         for word in words:
             name = _bare(word)
-            found = list(editor.entries(every, name))
-            if not found:
+            items = list(editor.entries(every, name))
+            if not items:
                 raise _not_there(loaded, editor.data, every, word, name)
-            for keys, number, text in found:
+            for keys, number, text in items:
                 editor.drop(keys, number, text)
             if not any(editor.entries(_lists(loaded, None, conda=False), name)):
                 _drop_settings(editor, name)
@@ -152,7 +152,7 @@ def _replace(editor: _Editor, keys: Keys, text: str) -> None:
     If all existing entries have markers, the new one replaces only the entry with the same marker, or is added.
     """
     marker, there = _marker(text), list(editor.entries([keys], _name(text)))
-    same = [one for one in there if _marker(one[2]) == marker]
+    same = [entry for entry in there if _marker(entry[2]) == marker]
     if not same and marker and all(_marker(old) for _, _, old in there):
         editor.put(keys, None, _for_list(text, keys, there[0][2]))
         return
@@ -218,8 +218,8 @@ def _checked(word: str, *, conda: bool) -> str:
 
 def _bare(word: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", word):
-        found = re.match(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", word)
-        raise UsageError(f"{word!r} is not the name of a package", f"write {found[0] if found else 'a name, as numpy'}")
+        match = re.match(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", word)
+        raise UsageError(f"{word!r} is not the name of a package", f"write {match[0] if match else 'a name, as numpy'}")
     return normalise(word)
 
 
@@ -230,7 +230,7 @@ def _name(text: str) -> str:
 def _not_there(
     loaded: LoadedRecipe, data: Mapping[str, Any], lists: Sequence[Keys], word: str, name: str
 ) -> UsageError:
-    known = {_name(str(one)) for keys in lists for one in list_at(data, *map(str, keys))}
+    known = {_name(str(item)) for keys in lists for item in list_at(data, *map(str, keys))}
     if loaded.code is not None and any(_name(text) == name for text in loaded.recipe.requirements):
         return UsageError(f"{word} is required by [project] of {loaded.path}", "remove it in the project's own files")
     near = closest(name, known)
@@ -245,11 +245,11 @@ def _drop_settings(editor: _Editor, name: str) -> None:
     for table in ("indexes", "build"):
         build = editor.data.get(table)
         if isinstance(build, list):
-            found = [n for n, one in enumerate(build) if normalise(str(one)) == name]
-            for number in reversed(found):
+            indexes = [n for n, item in enumerate(build) if normalise(str(item)) == name]
+            for number in reversed(indexes):
                 editor.drop((table,), number, str(build[number]))
             continue
-        for key in [one for one in table_at(editor.data, table) if normalise(one) == name]:
+        for key in [key for key in table_at(editor.data, table) if normalise(key) == name]:
             editor.changes.append((table, key, ""))
             editor.text = delete_value(editor.text, (table, key))
 

@@ -153,21 +153,27 @@ def _valued(
 @functools.cache
 def _options() -> dict[str, tuple[str, bool]]:
     """Return spelling → (first long spelling, takes a value) for all options; pip's own meaning takes precedence."""
-    found: dict[str, tuple[str, bool]] = {}
+    options: dict[str, tuple[str, bool]] = {}
     for tool in ("uv", "pip"):
         for key in ("valued", "flags"):
             for spellings in map(str.split, load_table("pip_options")[tool][key]):
                 long = next(name for name in spellings if name.startswith("--"))
-                found |= dict.fromkeys(spellings, (long, key == "valued"))
-    return found
+                options |= dict.fromkeys(spellings, (long, key == "valued"))
+    return options
 
 
 def _abbreviated(name: str) -> tuple[str, bool] | None:
     """Return the only option of pip that begins with `name`, None if there is none or several."""
     table = load_table("pip_options")["pip"]
-    names = [one for key in ("valued", "flags") for text in table[key] for one in text.split() if one.startswith(name)]
-    found = {_options()[one] for one in names} if name.startswith("--") and len(name) > 3 else set()
-    return found.pop() if len(found) == 1 else None
+    names = [
+        option
+        for key in ("valued", "flags")
+        for text in table[key]
+        for option in text.split()
+        if option.startswith(name)
+    ]
+    candidates = {_options()[option] for option in names} if name.startswith("--") and len(name) > 3 else set()
+    return candidates.pop() if len(candidates) == 1 else None
 
 
 @functools.cache
@@ -185,7 +191,7 @@ def _split(text: str) -> list[str]:
 def _named(text: str) -> str:
     """Return `NAME @ URL` for a URL of a wheel, or with pip's old `egg=NAME`; return any other text unchanged."""
     address, _, fragment = text.partition("#")
-    pairs = {key: value for key, _, value in (one.partition("=") for one in fragment.split("&"))}
+    pairs = {key: value for key, _, value in (pair.partition("=") for pair in fragment.split("&"))}
     name = pairs.pop("egg", "")
     wheel = re.match(r"\w[\w+.-]*://\S*/([\w.]+)-[^-/\s]+-[^/\s]+\.whl(?=[\s?]|$)", address)
     if not name and wheel:
@@ -212,7 +218,7 @@ def poetry_requirement(name: str, about: dict[str, Any], place: str, group: str)
     elif version is None:
         yield lost(f"{name} {about['version']}", place, "alternatives of versions, which PEP 440 does not know", group)
     else:
-        extras = ",".join(str(one) for one in list_at(about, "extras"))
+        extras = ",".join(str(extra) for extra in list_at(about, "extras"))
         python = (poetry_specifier(str(about.get("python", ""))) or "").split(",")
         systems = str(about.get("platform", "")).split(",")
         markers = [str(about["markers"])] if "markers" in about else []
@@ -249,7 +255,7 @@ def _translated(part: str) -> str:
     if operator not in ("^", "~") or not numbers:
         return f"{operator or '=='}{version}".replace("====", "===")
     version = version.partition("+")[0]  # PEP 440 has no local versions in ranges
-    found = [int(one) for one in numbers[2].split(".")]
-    first = next((index for index, one in enumerate(found) if one), len(found) - 1)
-    last = first if operator == "^" else min(1, len(found) - 1)
-    return f">={version},<{numbers[1] or ''}{'.'.join(map(str, [*found[:last], found[last] + 1]))}"
+    parts = [int(part) for part in numbers[2].split(".")]
+    first = next((index for index, part in enumerate(parts) if part), len(parts) - 1)
+    last = first if operator == "^" else min(1, len(parts) - 1)
+    return f">={version},<{numbers[1] or ''}{'.'.join(map(str, [*parts[:last], parts[last] + 1]))}"

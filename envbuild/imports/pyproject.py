@@ -109,8 +109,8 @@ def read_pyproject(path: Path) -> Iterator[Statement]:
     for array, group in _ARRAYS.items():
         for name in table_at(data, *array) if group is None else array[-1:]:
             place = (*array, name) if group is None else array
-            found = texts(document, place, "requirement", name if group is None else group)
-            yield from _sourced(document, _without_own(document, found))
+            statements = texts(document, place, "requirement", name if group is None else group)
+            yield from _sourced(document, _without_own(document, statements))
     for name in table_at(data, *_HATCH):
         for key in _HATCH_KEYS:
             yield from texts(document, (*_HATCH, name, key), "requirement", name)
@@ -132,14 +132,14 @@ def read_pyproject(path: Path) -> Iterator[Statement]:
     for keys in _INDEXES:
         yield from _indexes(document, keys)
     yield from _poetry(document)
-    for name, one in table_at(data, *_CONDA_LOCK).items():
+    for name, value in table_at(data, *_CONDA_LOCK).items():
         keys = (*_CONDA_LOCK, name)
         if name == "dependencies":
             yield from conda_entries(document, keys)
         elif name in KINDS:
             yield from texts(document, keys, KINDS[name])
         else:
-            yield lost(f"{name} = {one}", document.where(*keys), TOOL)
+            yield lost(f"{name} = {value}", document.where(*keys), TOOL)
     yield from pixi_entries(document, ("tool", "pixi"))
     yield from _unread(document)
 
@@ -163,7 +163,7 @@ def _unread(document: Document) -> Iterator[Statement]:
 def _leaves(data: Mapping[str, Any], keys: tuple[str, ...]) -> list[tuple[str, ...]]:
     """Return the keys of all values below `keys` that are no tables."""
     value = value_at(data, *keys)
-    return [one for name in value for one in _leaves(data, (*keys, name))] if isinstance(value, dict) else [keys]
+    return [path for name in value for path in _leaves(data, (*keys, name))] if isinstance(value, dict) else [keys]
 
 
 def _dynamic(document: Document) -> Iterator[Statement]:
@@ -194,9 +194,9 @@ def _dynamic(document: Document) -> Iterator[Statement]:
             yield lost(key, place, "dynamic: name the file that has them with --from")
 
 
-def _sourced(document: Document, found: Iterator[Statement]) -> Iterator[Statement]:
-    """Yield the requirements `found`; unsupported sources in [tool.uv.sources] are marked as not carried."""
-    for statement in found:
+def _sourced(document: Document, statements: Iterator[Statement]) -> Iterator[Statement]:
+    """Yield the requirements `statements`; unsupported sources in [tool.uv.sources] are marked as not carried."""
+    for statement in statements:
         name = requirement_parts(statement.text)[0]
         sources = (
             []
@@ -214,8 +214,8 @@ def _sourced(document: Document, found: Iterator[Statement]) -> Iterator[Stateme
 def _applies(source: Mapping[str, Any], requirement: Statement) -> bool:
     """Return whether an entry of [tool.uv.sources] applies to a requirement: on Linux, and for its extra or group."""
     groups = {normalise(name) for name in requirement.group.split()}
-    wanted = normalise(_group_of(source))
-    return for_linux(str(source.get("marker", ""))) and (not wanted or wanted in groups)
+    group = normalise(_group_of(source))
+    return for_linux(str(source.get("marker", ""))) and (not group or group in groups)
 
 
 def _group_of(source: Mapping[str, Any]) -> str:
@@ -226,21 +226,21 @@ def _group_of(source: Mapping[str, Any]) -> str:
 
 def _required(document: Document) -> dict[str, list[str]]:
     """Return normalised project name → groups ("" for none) whose requirements contain it."""
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for array, group in _ARRAYS.items():
         for name in table_at(document.data, *array) if group is None else array[-1:]:
             place = (*array, name) if group is None else array
             for statement in texts(document, place, "requirement", name if group is None else group):
                 if not statement.reason:
-                    found.setdefault(requirement_parts(statement.text)[0], []).append(statement.group)
-    return found
+                    groups.setdefault(requirement_parts(statement.text)[0], []).append(statement.group)
+    return groups
 
 
 def _uv_sources(document: Document) -> dict[str, list[Mapping[str, Any]]]:
     """Return normalised project name → entries of [tool.uv.sources]."""
     table = table_at(document.data, "tool", "uv", "sources")
     return {
-        normalise(name): [table_at(one) for one in (given if isinstance(given, list) else [given])]
+        normalise(name): [table_at(table) for table in (given if isinstance(given, list) else [given])]
         for name, given in table.items()
     }
 
@@ -268,7 +268,9 @@ def _uv_settings(document: Document) -> Iterator[Statement]:
         for about in map(table_at, given if isinstance(given, list) else [given]):
             address, group, marker = git_address(about), _group_of(about), str(about.get("marker", ""))
             users = [
-                one for one in required.get(normalise(name), []) if not group or normalise(one) == normalise(group)
+                group_name
+                for group_name in required.get(normalise(name), [])
+                if not group or normalise(group_name) == normalise(group)
             ]
             if not for_linux(marker):
                 yield lost(f"{name} = {about}", at, OTHER_SYSTEM, group)
@@ -331,12 +333,12 @@ def _indexes(document: Document, keys: tuple[str, ...]) -> Iterator[Statement]:
 
 
 def _without_own(
-    document: Document, found: Iterator[Statement], seen: frozenset[str] = frozenset()
+    document: Document, statements: Iterator[Statement], seen: frozenset[str] = frozenset()
 ) -> Iterator[Statement]:
-    """Yield the statements `found`; "pkg[a,b]" of the project pkg itself is replaced by the requirements of a and b."""
+    """Yield the statements `statements`; "pkg[a,b]" of the project pkg itself is replaced by the requirements of a and b."""
     own = value_at(document.data, "project", "name")
     extras = {normalise(name): name for name in table_at(document.data, *_EXTRAS)}
-    for statement in found:
+    for statement in statements:
         if statement.reason or not isinstance(own, str) or requirement_parts(statement.text)[0] != normalise(own):
             yield statement
             continue
@@ -354,16 +356,16 @@ def _poetry(document: Document) -> Iterator[Statement]:
     conda_lock = table_at(document.data, *_CONDA_LOCK)
     is_conda = bool(conda_lock) and conda_lock.get("default-non-conda-source") != "pip"
     extras: dict[str, list[str]] = {}
-    for name, found in table_at(poetry, "extras").items():
+    for name, names in table_at(poetry, "extras").items():
         at = document.where(*_POETRY, "extras", name)
-        yield lost(f"{name} = {found}", at, f"an extra: carry it with --extra {name}", name)
-        for one in list_at(found):
-            extras.setdefault(normalise(str(one)), []).append(name)
+        yield lost(f"{name} = {names}", at, f"an extra: carry it with --extra {name}", name)
+        for item in list_at(names):
+            extras.setdefault(normalise(str(item)), []).append(name)
     for keys, group in _poetry_tables(document).items():
         for name, given in table_at(document.data, *keys).items():
             place = document.where(*keys, name)
-            for one in given if isinstance(given, list) else [given]:
-                about = one if isinstance(one, dict) else {"version": one}
+            for item in given if isinstance(given, list) else [given]:
+                about = item if isinstance(item, dict) else {"version": item}
                 if name == "python":
                     yield Statement("python", poetry_specifier(str(about.get("version"))) or ">=3", place)
                     continue
@@ -388,5 +390,5 @@ def _poetry_entries(document: Document) -> Iterator[tuple[str, Mapping[str, Any]
     for keys, group in _poetry_tables(document).items():
         for given in table_at(document.data, *keys).values():
             yield from (
-                (group, one) for one in (given if isinstance(given, list) else [given]) if isinstance(one, dict)
+                (group, item) for item in (given if isinstance(given, list) else [given]) if isinstance(item, dict)
             )

@@ -133,12 +133,16 @@ def published(tag: str, torch: Collection[SpecifierSet], arch: str) -> str:
     rows = tuple(row for row in rows if row.arch == arch and row.cuda and any(_accepted(torch, row.versions)))
     older = not rows or any(_accepted(torch, f"<{min(map(_first, load_rows().torch))}"))
     is_open = older or not all(row.complete for row in rows)
-    if version in {one for row in rows for one in row.cuda} or (is_open and version in indexes):
+    if version in {version_of_row for row in rows for version_of_row in row.cuda} or (is_open and version in indexes):
         return tag
     major = version.partition(".")[0]
     lists = [row.cuda for row in reversed(rows)] if rows else [indexes]  # the newest torch with this major version
-    choices = next(filter(None, ([one for one in each if one.partition(".")[0] == major] for each in lists)), [])
-    nearest = min(choices, key=lambda one: abs(Version(one).minor - Version(version).minor), default=version)
+    choices = next(
+        filter(None, ([candidate for candidate in each if candidate.partition(".")[0] == major] for each in lists)), []
+    )
+    nearest = min(
+        choices, key=lambda candidate: abs(Version(candidate).minor - Version(version).minor), default=version
+    )
     return tag_of_version(family.name, nearest)
 
 
@@ -156,8 +160,8 @@ _RELEASES = tuple(f"{major}.{minor}.{patch}" for major in (1, 2) for minor in ra
 
 def _accepted(torch: Collection[SpecifierSet], versions: str) -> Iterator[str]:
     """Yield the releases of torch within `versions` that all specifiers accept; local versions do not count."""
-    specifiers = [SpecifierSet(re.sub(r"[+][^,;]*", "", str(one))) for one in (*torch, versions)]
-    yield from (release for release in _RELEASES if all(release in one for one in specifiers))
+    specifiers = [SpecifierSet(re.sub(r"[+][^,;]*", "", str(specifier))) for specifier in (*torch, versions)]
+    yield from (release for release in _RELEASES if all(release in specifier for specifier in specifiers))
 
 
 def _first(row: TorchBuild) -> Version:
@@ -187,7 +191,7 @@ def gpu_note(signs: Sequence[GpuSign], targets: Sequence[Target], tags: Sequence
     def is_carried(sign: GpuSign) -> bool:
         # Names of CUDA in variables and commands are those of ROCm's builds, too: NVTE_FRAMEWORK, TRITON_CACHE_DIR.
         is_general = sign.weak and sign.family == "cuda" and not sign.version
-        return any(_agrees(one.accelerator, sign) or (is_general and one.family.gpu) for one in targets)
+        return any(_agrees(target.accelerator, sign) or (is_general and target.family.gpu) for target in targets)
 
     settled = any(sign.rank == 0 and is_carried(sign) for sign in signs)
     missing = [

@@ -98,8 +98,8 @@ def for_linux(marker: str, places: Iterable[tuple[str, str]] | None = None) -> b
         parsed = _parsed(_EXTRAS.sub("python_version >= '3'", marker))
         names = ("platform_machine", "python_version", "python_full_version")
         return any(
-            parsed.evaluate(LINUX | dict(zip(names, (arch, one, f"{one}.9"), strict=True)))
-            for arch, one in (linux_places() if places is None else places)
+            parsed.evaluate(LINUX | dict(zip(names, (arch, python, f"{python}.9"), strict=True)))
+            for arch, python in (linux_places() if places is None else places)
         )
     except (InvalidMarker, UndefinedComparison, UndefinedEnvironmentName):
         return True
@@ -113,10 +113,12 @@ def always_on_linux(marker: str) -> bool:
 def python_of(markers: Sequence[str], place: str) -> Iterator[Statement]:
     """Yield the Pythons for which one of `markers` is true on Linux, unless it is true for each."""
     fitting = [
-        python for python in PYTHONS if any(for_linux(one, [(arch, python) for arch in ARCHES]) for one in markers)
+        python
+        for python in PYTHONS
+        if any(for_linux(marker, [(arch, python) for arch in ARCHES]) for marker in markers)
     ]
     if fitting and len(fitting) < len(PYTHONS):
-        others = [f"!={one}.*" for one in PYTHONS if one not in fitting]
+        others = [f"!={python}.*" for python in PYTHONS if python not in fitting]
         yield Statement("python", ",".join(others), place)
 
 
@@ -142,11 +144,11 @@ def git_address(about: Mapping[str, Any]) -> str:
     """Return the address of a git repository in a requirement, "" if `about`, a table of poetry or uv, names none."""
     url = str(about.get("git", ""))
     # scp's form, which git accepts: git@host:path
-    url = re.sub(r"^(?:([^@/:]+)@)?([^/:@]+):(?!//)", lambda found: f"ssh://{found[1] or 'git'}@{found[2]}/", url)
+    url = re.sub(r"^(?:([^@/:]+)@)?([^/:@]+):(?!//)", lambda match: f"ssh://{match[1] or 'git'}@{match[2]}/", url)
     ref = next((str(about[key]) for key in ("rev", "tag", "branch") if about.get(key)), "")
     folder = str(about.get("subdirectory", ""))
-    found = f"git+{url}" + (f"@{ref}" if ref else "") + (f"#subdirectory={folder}" if folder else "")
-    return found if url else ""
+    address = f"git+{url}" + (f"@{ref}" if ref else "") + (f"#subdirectory={folder}" if folder else "")
+    return address if url else ""
 
 
 def text_of(path: Path) -> str:
@@ -164,12 +166,12 @@ def text_of(path: Path) -> str:
         raise UsageError(f"{path}: byte {error.start} is not UTF-8", "save it as UTF-8") from None
 
 
-def check_version(path: Path, name: str, found: object, known: str) -> None:
-    """Raise UsageError unless the lock format version `found` matches the pattern `known`."""
-    if not re.fullmatch(known, str(found)):
+def check_version(path: Path, name: str, version: object, known: str) -> None:
+    """Raise UsageError unless the lock format version `version` matches the pattern `known`."""
+    if not re.fullmatch(known, str(version)):
         shown = known.replace("\\", "").replace("[0-9]+", "x")
         hint = "write it anew with a current version of the tool that made it, or name what it was made from"
-        raise UsageError(f"{path}: version {found} of the format {name} is not known (known: {shown})", hint)
+        raise UsageError(f"{path}: version {version} of the format {name} is not known (known: {shown})", hint)
 
 
 def texts(
@@ -177,18 +179,18 @@ def texts(
 ) -> Iterator[Statement]:
     """Yield a statement for each string in the array at `keys` and in the groups that it includes (PEP 735)."""
     table = table_at(document.data, *keys[:-1])
-    found, names = table.get(keys[-1], []), {normalise(name): name for name in table}
-    if not isinstance(found, list):
-        yield lost(found, document.where(*keys), "not an array of strings", group)
-    for index, one in enumerate(list_at(found)):
-        place, inner = document.where(*keys, index), value_at(one, "include-group")
+    items, names = table.get(keys[-1], []), {normalise(name): name for name in table}
+    if not isinstance(items, list):
+        yield lost(items, document.where(*keys), "not an array of strings", group)
+    for index, item in enumerate(list_at(items)):
+        place, inner = document.where(*keys, index), value_at(item, "include-group")
         name = names.get(normalise(inner), "") if isinstance(inner, str) else ""
         if name and name not in (*seen, keys[-1]):
             yield from texts(document, (*keys[:-1], name), kind, group, (*seen, keys[-1]))
-        elif isinstance(one, str):
-            yield Statement(kind, one.strip(), place, group)
+        elif isinstance(item, str):
+            yield Statement(kind, item.strip(), place, group)
         else:
-            yield lost(one, place, "not a string" if inner is None else "no other group has this name", group)
+            yield lost(item, place, "not a string" if inner is None else "no other group has this name", group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,12 +241,12 @@ def python_version(kept: Collection[Statement], given: Iterable[Statement], lose
     Python that a recipe cannot have still tell it.
     """
     accepted = pythons()
-    stated = [one for one in kept if one.kind == "python" or re.match(r"python \d", one.text)]
+    stated = [statement for statement in kept if statement.kind == "python" or re.match(r"python \d", statement.text)]
     for statement in stated:
         try:
             specifiers = SpecifierSet(re.sub(r"^python (\d+\.\d+).*", r"==\1.*", statement.text))
             # Any patch release counts: ">=3.11.4" accepts 3.11.
-            fitting = [one for one in accepted if any(f"{one}.{patch}" in specifiers for patch in range(40))]
+            fitting = [python for python in accepted if any(f"{python}.{patch}" in specifiers for patch in range(40))]
             is_old = not fitting and any(f"{old}.{patch}" in specifiers for old in _OLD for patch in range(40))
         except (InvalidSpecifier, ValueError):
             fitting, is_old = [], False
@@ -255,7 +257,7 @@ def python_version(kept: Collection[Statement], given: Iterable[Statement], lose
             lose(statement, f"no Python of {PYTHONS[0]} to {PYTHONS[-1]} that the other sources accept too")
         accepted = fitting or accepted
     for fits in (_has_files(given), _has_wheels(kept)):
-        accepted = [one for one in accepted if fits(one)] or accepted
+        accepted = [python for python in accepted if fits(python)] or accepted
     return preferred if preferred in accepted else accepted[0]
 
 
@@ -269,12 +271,12 @@ def pythons() -> list[str]:
 
 def _has_files(given: Iterable[Statement]) -> Callable[[str], bool]:
     """Return whether a Python can install one wheel at an address of each package that has such wheels."""
-    found: dict[str, set[str]] = {}
+    versions: dict[str, set[str]] = {}
     for statement in given:
         match = _WHEEL.search(statement.text) if statement.kind in ("requirement", "pin") else None
         if match and not statement.group:
-            found.setdefault(normalise(match[1]), set()).add(f"{match[2]}.{match[3]}")
-    return lambda python: all(python in known for known in found.values())
+            versions.setdefault(normalise(match[1]), set()).add(f"{match[2]}.{match[3]}")
+    return lambda python: all(python in known for known in versions.values())
 
 
 def _has_wheels(kept: Iterable[Statement]) -> Callable[[str], bool]:
@@ -302,19 +304,25 @@ def _has_wheels(kept: Iterable[Statement]) -> Callable[[str], bool]:
 
 def _newest(specifiers: Iterable[Specifier]) -> Version | None:
     """Return a version that is not older than all accepted ones, None without an upper bound."""
-    found = []
-    for one in specifiers:
+    limits = []
+    for specifier in specifiers:
         try:
-            release = [*Version(one.version.removesuffix(".*")).release]
+            release = [*Version(specifier.version.removesuffix(".*")).release]
         except InvalidVersion:
             continue
-        if one.operator in ("==", "===") and not one.version.endswith(".*"):
-            found.append(Version(".".join(map(str, release))))
-        elif one.operator in ("==", "~=", "<", "<="):
+        if specifier.operator in ("==", "===") and not specifier.version.endswith(".*"):
+            limits.append(Version(".".join(map(str, release))))
+        elif specifier.operator in ("==", "~=", "<", "<="):
             # The last part of ~= is free, and < excludes its version: 1.24 becomes 1.23.99999.
-            wide = release[:-1] if one.operator == "~=" else release if one.operator != "<" else _before(release)
-            found.append(Version(".".join(map(str, [*wide, *([] if one.operator == "<=" else [99999])]))))
-    return min(found, default=None)
+            wide = (
+                release[:-1]
+                if specifier.operator == "~="
+                else release
+                if specifier.operator != "<"
+                else _before(release)
+            )
+            limits.append(Version(".".join(map(str, [*wide, *([] if specifier.operator == "<=" else [99999])]))))
+    return min(limits, default=None)
 
 
 def _before(release: Sequence[int]) -> list[int]:

@@ -99,8 +99,8 @@ def _is_inline(table: Keys, scanner: Scanner, data: dict[str, Any]) -> bool:
 
 
 def _line_end(text: str, at: int) -> int:
-    found = text.find("\n", at)
-    return len(text) if found < 0 else found + 1
+    position = text.find("\n", at)
+    return len(text) if position < 0 else position + 1
 
 
 def _at(value: Any, keys: Iterable[str | int]) -> Any:
