@@ -2661,6 +2661,13 @@ def test_a_script_that_is_like_one_of_strangers_has_no_warning(text: str, fault:
     assert not [one for one in lint(text, "job.sh") if one.fault.id == fault and one.fault.level != "hint"]
 
 
+@pytest.mark.parametrize("more", ["env: [{name: HF_TOKEN, value: YOUR_HF_TOKEN}]", "args: [--data, /path/to/data]"])
+def test_placeholders_of_a_pod_are_found(more: str) -> None:
+    problem = found(on_pods(f"command: [torchrun, t.py]\n              {more}"), "placeholder", "job.yaml")
+    assert problem is not None and problem.fault.level == "warning"
+    assert found(on_pods("command: [torchrun, t.py, --data, /data]"), "placeholder", "job.yaml") is None
+
+
 def test_a_script_whose_directives_all_come_too_late_is_read() -> None:
     text = "#!/bin/bash\necho a\n#SBATCH --nodes=1\ntorchrun --standalone t.py --checkpoint x"
     assert "directive-ignored" in ids(text)

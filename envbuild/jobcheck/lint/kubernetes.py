@@ -20,7 +20,7 @@ from envbuild.jobcheck.lint.faults import of_patterns
 from envbuild.jobcheck.lint.rendezvous import of_fallbacks, of_launches, of_variables
 from envbuild.jobcheck.lint.resources import of_ranks
 from envbuild.jobcheck.lint.script import Found, read_script
-from envbuild.jobcheck.lint.slips import of_lines
+from envbuild.jobcheck.lint.slips import of_lines, of_placeholders
 from envbuild.jobcheck.lint.status import of_status
 
 # The rules for the command of a container.
@@ -242,7 +242,7 @@ def _container(container: Mapping[str, Any], nodes: int, ranks: str) -> Iterator
     gpus = _gpus(container) or 0
     script = replace(read_script("\n".join([*exports, body]), {}), everywhere=True, pod_gpus=gpus)
     lines = [line for _, (value, line) in variables.items() if value is not None]
-    for rule in _RULES:
+    for rule in (*_RULES, of_placeholders):
         for found in rule(script):
             if found.id in _OF_HOSTS:
                 continue
