@@ -335,7 +335,7 @@ def _indexes(document: Document, keys: tuple[str, ...]) -> Iterator[Statement]:
 def _without_own(
     document: Document, statements: Iterator[Statement], seen: frozenset[str] = frozenset()
 ) -> Iterator[Statement]:
-    """Yield the statements `statements`; "pkg[a,b]" of the project pkg itself is replaced by the requirements of a and b."""
+    """Yield the statements `statements`; "pkg[a,b]" of the project pkg itself becomes the requirements of a and b."""
     own = value_at(document.data, "project", "name")
     extras = {normalise(name): name for name in table_at(document.data, *_EXTRAS)}
     for statement in statements:
