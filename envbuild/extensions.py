@@ -13,6 +13,7 @@ from __future__ import annotations
 import datetime
 import email
 import functools
+import math
 import os
 import posixpath
 import re
@@ -52,14 +53,13 @@ from envbuild.store.client import Client
 from envbuild.store.fetch import WantedWheel, WheelSources, local_wheel
 from envbuild.store.sources import Link, local_files, matches
 from envbuild.store.store import Store
-from envbuild.verify.survey import missing_symbols, symbol_families
+from envbuild.verify.survey import SymbolFamily, missing_symbols, symbol_families
 
 # The symbols of a lock's wheels are linked as those of an environment at this path.
-_ROOT = "/lock"
+_ROOT = "/dev/null"  # where no host has files
 _SITE = f"{_ROOT}/site-packages"
 _NOTE = "wheel.json"
 _PIECE = struct.Struct("<QI")
-_BLOCK = 1 << 20
 _LIBRARY = re.compile(r"(?:[^/]+\.data/(?:pure|plat)lib/)?(.+\.so(?:\.[0-9.]+)?)")
 _OTHER_PYTHON = re.compile(r"\.(?:cpython-|pypy)(\d{1,6})[^/]{0,100}\.so")
 # A file that its package loads with this torch alone: libtorch_c_dlpack_addon_torch28-cpu.so.
@@ -72,7 +72,7 @@ _BASE = re.compile(r"(GLIBCXX|CXXABI)_([0-9]+(?:\.[0-9]+)*)")
 _RELEASES, _AT_ONCE = 12, 8
 # Bytes that `lock` reads at most for the extensions of a lock.
 LOCK_BYTES = 256 << 20
-# Archives with older files have the times of reproducible builds (1980, 2016, 2020), not those of the compiler.
+# Older files in archives have the time of a reproducible build.
 _FIRST_DATE = "2021"
 # Extensions are built with release candidates, so many days before the release.
 _CANDIDATE = datetime.timedelta(days=14)
@@ -85,16 +85,14 @@ class _TooMuch(Exception):
 
 @dataclass
 class _Budget:
-    """Bytes that may still be read from servers, None for any number; `spent` are those that were read."""
+    """Bytes that may still be read from servers."""
 
-    left: int | None = None
-    spent: int = 0
+    left: float
 
     def spend(self, size: int) -> None:
-        if self.left is not None and size > self.left:
+        if size > self.left:
             raise _TooMuch(f"{human_size(size)} more would be read; `envbuild check` reads them")
-        self.left = None if self.left is None else self.left - size
-        self.spent += size
+        self.left -= size
 
 
 class _NoFiles(HostFiles):
@@ -105,9 +103,6 @@ class _NoFiles(HostFiles):
 
     def read(self, path: str) -> bytes:
         raise FileNotFoundError(path)
-
-    def is_folder(self, path: str) -> bool:
-        return False
 
     def elf(self, path: str) -> Elf | None:
         return None
@@ -177,7 +172,7 @@ class WheelTables:
             self.budget.spend(size)
         with self.client.open(url) as stream, zipfile.ZipFile(stream) as wheel, wheel.open(name) as file:
             parts = ElfParts(wheel.getinfo(name).file_size)
-            while piece := file.read(_BLOCK):
+            while piece := file.read(1 << 20):
                 parts.add(piece)
         elf, pieces = _parse(parts.read, path)
         data = b"".join(_PIECE.pack(offset, len(piece)) + piece for offset, piece in pieces.items())
@@ -253,16 +248,15 @@ class Extensions:
     lock: Lock
     environment: Environment
     offline: bool
-    most: int | None = None
+    most: float = math.inf
     pylock: str = ""
     _known: dict[str, WheelTables] = field(default_factory=dict)
     _torch_full: bool = False
 
     def __post_init__(self) -> None:
-        at, recipe = self.environment, self.loaded.recipe
-        self.budget = _Budget(self.most)
+        at, indexes = self.environment, self.loaded.recipe.targets[self.target.name].indexes
+        self._budget = _Budget(self.most)
         self._client = Client(at.pip, at.variables)
-        indexes = recipe.targets[self.target.name].indexes
         self._sources = WheelSources(
             at.pip, at.site, indexes, self.loaded.bound, self.offline, at.default_index, patient=False
         )
@@ -272,17 +266,19 @@ class Extensions:
 
     def findings(self, *, suggest: bool = False) -> list[CompatFinding]:
         """Judge each extension; with `suggest`, name the newest release that fits in place of one that does not."""
-        if "torch" not in self._packages:
-            return []
         found = []
-        for package in self._extensions():
+        for package in self._extensions() if "torch" in self._packages else ():
             judged = None
             with step(f"reading the symbols of {package.name} {package.version}", told=True):
                 try:
                     judged = self._judge(self._wheel(package), self._wheel(self._packages["torch"]))
                     if judged and judged.status == "bad" and suggest:
                         judged = replace(judged, fix=self._newest_fitting(package.name))
-                except (*_UNREADABLE, _TooMuch) as error:
+                except _TooMuch as error:
+                    # Without libtorch_cuda, all is well with an extension whose metadata name this torch.
+                    if not (self._torch_full and _is_pinned(self._wheel(package), self._packages["torch"].version)):
+                        judged = self._unknown(package, error)
+                except _UNREADABLE as error:
                     judged = judged or self._unknown(package, error)
             found += [judged] if judged else []
         return found
@@ -335,7 +331,7 @@ class Extensions:
         return self._known[package.name]
 
     def _tables(self, name: str, version: str, filename: str, sha256: str, url: Callable[[], str]) -> WheelTables:
-        return WheelTables(name, version, filename, sha256, url, self._client, self.environment.store, self.budget)
+        return WheelTables(name, version, filename, sha256, url, self._client, self.environment.store, self._budget)
 
     def _located(self, package: LockedPackage) -> tuple[str, str, str]:
         """Return sha256, file name and URL of the locked wheel. Raises RequestFailed."""
@@ -363,8 +359,6 @@ class Extensions:
                 yield from source.links(project, self._client)
             except RequestFailed as error:
                 reasons.append(f"{source.name} cannot be used: {error}")
-
-    # The judgement
 
     def _torch_libraries(self, torch: WheelTables, *, every: bool) -> dict[str, Elf]:
         """Return torch's libraries; without `every`, those for accelerators have no symbols unless they were read."""
@@ -396,7 +390,6 @@ class Extensions:
 
     def _judge(self, wheel: WheelTables, torch: WheelTables) -> CompatFinding | None:
         """Judge one extension; None if no file of it needs torch. Raises any of _UNREADABLE, and _TooMuch."""
-        family = next(one for one in symbol_families() if one.name == "torch")
         libraries = {}
         for path in _loadable(wheel.libraries, self.lock.python, torch.version):
             if (elf := wheel.elf(path)) and elf.dynamic and elf.machine == self.target.elf_machine:
@@ -404,43 +397,53 @@ class Extensions:
         judged = {
             path: elf
             for path, elf in libraries.items()
-            if any(map(_OF_TORCH.match, elf.needed)) or (elf.symbols and any(elf.symbols.undefined(family.symbols)))
+            if any(map(_OF_TORCH.match, elf.needed)) or (elf.symbols and any(elf.symbols.undefined(_family().symbols)))
         }
         if not judged:
             return None
-        found: dict[str, tuple[int, list[str]]] = {}
-        heavy = any(map(_is_heavy, torch.libraries))
-        for every in (False, True) if heavy else (False,):
-            linked = {**self._torch_libraries(torch, every=every), **libraries}
-            found = missing_symbols(_ROOT, linked, self.target.elf_machine, _NoFiles(), family, judged)
-            if not any(missing for _, missing in found.values()):
-                break
-        bad, others, unknown = list[str](), list[str](), list[str]()
-        calls = (elf.symbols.undefined(family.symbols) for elf in judged.values() if elf.symbols)
-        if any(name.startswith(b"_Z") for names in calls for name, _ in names):
-            others, unknown = _other_builds(wheel, torch, self.target.arch)
+        bad, unknown = list[str](), list[str]()
+        for path, elf in _with_own(judged, libraries).items():
+            newer, uncertain = self._newer_base(path, elf)
+            bad += [*self._absent(path, elf, libraries, torch), *newer]
+            unknown += uncertain
+        try:
+            found = self._missing(judged, libraries, torch)
+        except _TooMuch:
+            if not bad:
+                raise
+            found = {}
         for path, (_, missing) in found.items():
             if missing:
                 more = f" and {len(missing) - 1} more symbols" if len(missing) > 1 else ""
                 bad.append(f"{_shown(path)} needs {_demangled(missing[0])}{more}, which torch {torch.version} lacks")
-        for path, elf in _with_own(judged, libraries).items():
-            bad += self._absent(path, elf, libraries, torch)
-            newer, uncertain = self._newer_base(path, elf)
-            bad += newer
+        calls = (elf.symbols.undefined(_family().symbols) for elf in judged.values() if elf.symbols)
+        if any(name.startswith(b"_Z") for names in calls for name, _ in names):
+            others, uncertain = _other_builds(wheel, torch, self.target.arch)
+            bad += others
             unknown += uncertain
-        bad += others
         status: Status = "bad" if bad else "unknown" if unknown else "good"
         files = f"{len(judged)} file{'' if len(judged) == 1 else 's'}"
-        count = sum(number for number, _ in found.values())
-        fits = f"{wheel} loads with torch {torch.version}, which has the {count} symbols that {files} of it need"
-        rest = f"; and {len(bad) - 2} more" if len(bad) > 2 else ""
+        needs = f"{sum(number for number, _ in found.values())} symbols that {files} of it need"
+        bad[2:] = [f"and {len(bad) - 2} more"] if len(bad) > 2 else []
         texts = {
-            "bad": f"{wheel} does not load with torch {torch.version}: {'; '.join(bad[:2])}{rest}",
+            "good": f"{wheel} loads with torch {torch.version}, which has the {needs}",
+            "bad": f"{wheel} does not load with torch {torch.version}: {'; '.join(bad)}",
             "unknown": f"{wheel} finds its symbols in torch {torch.version}, but {'; '.join(unknown[:2])}",
         }
         fix = f"take another {wheel.name}; `envbuild check --suggest` looks for the newest that fits" if bad else ""
         source, today = f"{wheel.filename}, {torch.filename}", datetime.datetime.now(datetime.UTC).date().isoformat()
-        return CompatFinding(status, "extension", texts.get(status, fits), fix, source, today)
+        return CompatFinding(status, "extension", texts[status], fix, source, today)
+
+    def _missing(
+        self, judged: Iterable[str], libraries: Mapping[str, Elf], torch: WheelTables
+    ) -> dict[str, tuple[int, list[str]]]:
+        """Return the number of torch's symbols that each of `judged` needs, and those that torch lacks."""
+        for every in (False, True) if any(map(_is_heavy, torch.libraries)) else (True,):
+            linked = {**self._torch_libraries(torch, every=every), **libraries}
+            found = missing_symbols(_ROOT, linked, self.target.elf_machine, _NoFiles(), _family(), judged)
+            if not any(missing for _, missing in found.values()):
+                break
+        return found
 
     def _absent(self, path: str, elf: Elf, own: Mapping[str, Elf], torch: WheelTables) -> Iterator[str]:
         """Yield the libraries of torch and of CUDA that a file needs and no locked wheel has."""
@@ -464,17 +467,12 @@ class Extensions:
             bad.append(f"{_shown(path)} needs glibc {major}.{minor}, the target allows {glibc}")
         rows = reversed(load_table("linkage")["extensions"]["base"])
         usual: dict[str, str] = next((row for row in rows if older(glibc, row["glibc"]) is False), {})
-        newest = dict[str, str]()
-        for library, version in elf.needs:
-            match = _BASE.fullmatch(version)
-            if match and library == "libstdc++.so.6" and older(usual.get(match[1], match[2]), match[2]):
-                newest[match[1]] = max(newest.get(match[1], "0"), match[2], key=lambda one: [*map(int, one.split("."))])
-        for name, version in newest.items():
-            usually = f"systems with glibc {glibc} have {usual[name]}"
-            unknown.append(f"{_shown(path)} needs {name}_{version} of libstdc++; {usually}")
+        needs = [_BASE.fullmatch(version) for library, version in elf.needs if library == "libstdc++.so.6"]
+        newer = sorted(match[0] for match in needs if match and older(usual.get(match[1], match[2]), match[2]))
+        if newer:
+            has = f"systems with glibc {glibc} have GLIBCXX_{usual['GLIBCXX']}"
+            unknown.append(f"{_shown(path)} needs {newer[-1]} of libstdc++; {has}")
         return bad, unknown
-
-    # Suggestions
 
     def _newest_fitting(self, name: str) -> str:
         """Return advice: the newest release of `name` that fits the locked torch, by its files and its metadata."""
@@ -522,16 +520,24 @@ def _wheel_urls(pylock: str) -> Iterator[tuple[str, tuple[str, str]]]:
                 yield sha256, (wheel.get("name") or posixpath.basename(url), url)
 
 
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _is_pinned(wheel: WheelTables, torch: str) -> bool:
+    """Return whether the metadata of an extension require a release of the minor series of this torch."""
+    return any(text.startswith("==") and _minor(text[2:].strip()) == _minor(torch) for text in wheel.torch)
+
+
 def _other_builds(wheel: WheelTables, torch: WheelTables, arch: str) -> tuple[list[str], list[str]]:
     """Return why an extension that calls C++ is built for another torch, and why it may be.
 
     Classes of torch change between minor releases without any change of symbols: torchvision 0.23 for torch 2.8 finds
     all of them in torch 2.9, and crashes when it is loaded.
     """
-    minor = ".".join(torch.version.split(".")[:2])
-    pins = [match[1] for text in wheel.torch if (match := re.match(r"==\s*(\d+\.\d+)", text))]
-    if minor in pins:
+    if _is_pinned(wheel, torch.version):
         return [], []
+    minor = _minor(torch.version)
     if wrong := next((text for text in wheel.torch if text and allows(torch.version, text) is False), ""):
         return [f"it is built for another torch: its metadata require torch{wrong}"], []
     rows = [row.date for row in load_rows().releases if row.arch == arch and row.version.startswith(f"{minor}.")]
@@ -559,8 +565,8 @@ def _loadable(paths: Iterable[str], python: str, torch: str) -> list[str]:
     versions = {
         path: f"{match[1]}.{match[2]}" for path in own if (match := _FOR_TORCH.search(posixpath.basename(path)))
     }
-    release = ".".join(torch.split(".")[:2])
-    return [path for path in own if release not in versions.values() or versions.get(path) in (None, release)]
+    minor = _minor(torch)
+    return [path for path in own if minor not in versions.values() or versions.get(path) in (None, minor)]
 
 
 def _with_own(judged: Mapping[str, Elf], libraries: Mapping[str, Elf]) -> dict[str, Elf]:
@@ -573,6 +579,10 @@ def _with_own(judged: Mapping[str, Elf], libraries: Mapping[str, Elf]) -> dict[s
                 found[path] = libraries[path]
                 todo.append(path)
     return found
+
+
+def _family() -> SymbolFamily:
+    return next(family for family in symbol_families() if family.name == "torch")
 
 
 def _shown(path: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -114,7 +115,7 @@ class Shelf:
         digest = self.recipe.resolution_digest(CPU)
         return Lock("lab", CPU.name, "3.11", f"{ARCH}-manylinux_2_28", digest, tuple(self.locked))
 
-    def extensions(self, *, offline: bool = False, most: int | None = None) -> Extensions:
+    def extensions(self, *, offline: bool = False, most: float = math.inf) -> Extensions:
         return Extensions(self.recipe, CPU, self.lock(), load_environment(self.variables), offline, most)
 
     def finding(self, *, suggest: bool = False) -> CompatFinding:
@@ -240,7 +241,7 @@ def test_a_newer_glibc_or_libstdcxx_than_the_targets(shelf: Shelf) -> None:
         found = shelf.finding()
         if number:
             assert found.status == "unknown" and "needs GLIBCXX_3.4.99 of libstdc++" in found.text
-            assert "systems with glibc 2.28 have 3.4.24" in found.text
+            assert "systems with glibc 2.28 have GLIBCXX_3.4.24" in found.text
         else:
             assert found.status == "bad" and "needs glibc 2.99, the target allows 2.28" in found.text
 
@@ -338,6 +339,18 @@ def test_what_cannot_be_read_is_unknown(shelf: Shelf, served: list[tuple[str, st
     shelf.index = "http://127.0.0.1:9"
     (found,) = shelf.extensions().findings()
     assert found.status == "unknown" and "cannot be used" in found.text
+
+
+@pytest.mark.parametrize("pin, count", [("torch==2.8.0", 0), ("torch>=2.8", 1)])
+def test_lock_leaves_out_large_libraries_for_an_extension_that_names_this_torch(
+    shelf: Shelf, served: list[tuple[str, str]], pin: str, count: int
+) -> None:
+    code = shelf.library("_K.so", calls=f"{G} {K}", wants="libtorch_cuda.so libtorch_cpu.so")
+    shelf.wheel("torchvision", "1", {"torchvision/_K.so": code}, requires=(pin,))
+    light = ("_K.so", "libc10.so", "libtorch_cpu.so")
+    size = sum((shelf.root / "libraries" / name).stat().st_size for name in light)
+    assert len(shelf.extensions(most=size).findings()) == count
+    assert len(shelf.extensions().findings()) == 1
 
 
 def test_a_server_without_ranges_is_unknown(shelf: Shelf) -> None:
