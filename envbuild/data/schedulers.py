@@ -12,7 +12,7 @@ TITLES: Mapping[str, str] = {name: row["title"] for name, row in _ROWS.items()}
 # Launchers that start torchrun on every node, by scheduler; the first is the default.
 LAUNCHERS: Mapping[str, tuple[str, ...]] = {name: tuple(row["launchers"]) for name, row in _ROWS.items()}
 SCHEDULER_NAMES = tuple(LAUNCHERS)
-LAUNCHER_NAMES = tuple(dict.fromkeys(one for known in LAUNCHERS.values() for one in known))
+LAUNCHER_NAMES = tuple(dict.fromkeys(launcher for known in LAUNCHERS.values() for launcher in known))
 
 
 def listed(names: tuple[str, ...], last: str = "or") -> str:

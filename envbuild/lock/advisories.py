@@ -142,7 +142,7 @@ def _without_rebuild(version: str) -> str:
 
 
 def read_database(folder: Path, packages: Collection[AuditedPackage]) -> AdvisoryDatabase:
-    """Read the records about the packages `wanted` from the export in `folder`.
+    """Read the records about `packages` from the export in `folder`.
 
     Raises VerificationError when a required zip is missing or damaged.
     """
@@ -191,7 +191,7 @@ def advisories(packages: Iterable[AuditedPackage], database: AdvisoryDatabase) -
 
     Raises VerificationError for a record that cannot be read.
     """
-    found = []
+    results = []
     for package in packages:
         for record in database.records.get((package.ecosystem, package.name), ()):
             try:
@@ -201,8 +201,8 @@ def advisories(packages: Iterable[AuditedPackage], database: AdvisoryDatabase) -
                     f"the record {str(record.get('id'))[:80]} of {package.name} cannot be read: {error!r:.100}",
                     _hint(package.ecosystem.partition(":")[0]),
                 ) from error
-            found += [advisory] if advisory else []
-    return found
+            results += [advisory] if advisory else []
+    return results
 
 
 def _advisory(package: AuditedPackage, record: Mapping[str, Any]) -> Advisory | None:
@@ -218,7 +218,7 @@ def _advisory(package: AuditedPackage, record: Mapping[str, Any]) -> Advisory | 
 
 
 def _events(row: Mapping[str, Any]) -> list[Mapping[str, str]]:
-    ranges = [one for one in row.get("ranges") or () if one.get("type") == "ECOSYSTEM"]
+    ranges = [range_row for range_row in row.get("ranges") or () if range_row.get("type") == "ECOSYSTEM"]
     return [event for range_ in ranges for event in range_.get("events") or ()]
 
 
@@ -231,12 +231,12 @@ def _affects(row: Mapping[str, Any], package: AuditedPackage) -> bool:
     versions = row.get("versions") or ()
     if package.version in versions or any(_place(package, version) == mine for version in versions):
         return True
-    for one in row.get("ranges") or ():
-        if one.get("type") != "ECOSYSTEM":
+    for range_row in row.get("ranges") or ():
+        if range_row.get("type") != "ECOSYSTEM":
             continue
         events = [
             (_place(package, str(version)) or (_FIRST if name == "introduced" else None), name)
-            for event in one.get("events") or ()
+            for event in range_row.get("events") or ()
             for name, version in event.items()
         ]
         affected = False
@@ -323,7 +323,7 @@ def judge_locks(
         known, others = audited(lock)
         packages.setdefault(getattr(lock, "recipe", ""), set()).update(known)
         unknown += others
-    found: dict[Advisory, None] = {}
+    advisories_found: dict[Advisory, None] = {}
     accepted: dict[tuple[Advisory, Exemption], None] = {}
     matched: dict[Exemption, None] = {}
     for recipe, own in packages.items():
@@ -337,12 +337,12 @@ def judge_locks(
             )
             matched |= dict.fromkeys(fitting)
             if valid is None:
-                found[advisory] = None
+                advisories_found[advisory] = None
             else:
                 accepted[advisory, valid] = None
     used = {exemption for _, exemption in accepted}
     return LockAudit(
-        tuple(sorted(found, key=lambda advisory: advisory.package)),
+        tuple(sorted(advisories_found, key=lambda advisory: advisory.package)),
         tuple(accepted),
         tuple(exemption for exemption in matched if exemption not in used),
         tuple(exemption for exemption in exemptions if exemption not in matched),
@@ -411,7 +411,10 @@ class UpgradeReport:
             text += [_row(line, *sizes) for line in change.lines]
             text.append("")
             if overrides := _overrides(change.after):
-                text += [f"Overridden, whatever packages ask for: {', '.join(f'`{one}`' for one in overrides)}.", ""]
+                text += [
+                    f"Overridden, whatever packages ask for: {', '.join(f'`{override}`' for override in overrides)}.",
+                    "",
+                ]
             if change.limits:
                 text += [f"By their age, {'; '.join(change.limits)}.", ""]
         if self.extensions:
@@ -467,8 +470,8 @@ def expired_line(exemption: Exemption) -> str:
 
 
 def _overrides(lock: object) -> tuple[str, ...]:
-    found = lock.pip if isinstance(lock, CondaLock) else lock
-    return found.overrides if isinstance(found, Lock) else ()
+    wheel_lock = lock.pip if isinstance(lock, CondaLock) else lock
+    return wheel_lock.overrides if isinstance(wheel_lock, Lock) else ()
 
 
 def _without(those: Sequence[Advisory], others: Collection[Advisory]) -> list[Advisory]:
@@ -504,17 +507,17 @@ def sizes_of(lock: object, store: Store) -> dict[str, int]:
     return {}
 
 
-def _verified(one: VerifiedUpgrade) -> list[str]:
+def _verified(upgrade: VerifiedUpgrade) -> list[str]:
     rows: dict[str, Callable[[Mapping[str, Any], int], str]] = {
         "verification": lambda receipt, _: _outcome(receipt),
         "loss by epoch": lambda receipt, _: ", ".join(f"{loss:.6g}" for loss in _losses(receipt)),
         "size of all files": lambda _, size: human_size(size),
     }
-    text = [f"## {one.recipe}, {one.target}: verified", "", "| | before | after |", "| --- | --- | --- |"]
+    text = [f"## {upgrade.recipe}, {upgrade.target}: verified", "", "| | before | after |", "| --- | --- | --- |"]
     for title, show in rows.items():
-        cells = ["" if each is None else show(*each) for each in (one.before, one.after)]
+        cells = ["" if each is None else show(*each) for each in (upgrade.before, upgrade.after)]
         text.append(f"| {title} | {' | '.join(cells)} |")
-    figures = [each[0].get("performance", {}) if each else {} for each in (one.before, one.after)]
+    figures = [each[0].get("performance", {}) if each else {} for each in (upgrade.before, upgrade.after)]
     for name, metric in METRICS.items():
         cells = [metric.show(each[name]) if name in each else "" for each in figures]
         text += [f"| {metric.title} | {' | '.join(cells)} |"] if any(cells) else []
@@ -527,11 +530,11 @@ def _outcome(receipt: Mapping[str, Any]) -> str:
 
 
 def _losses(receipt: Mapping[str, Any]) -> Sequence[float]:
-    found = next((check["evidence"] for check in receipt["checks"] if check["name"] == "curve"), None) or {}
-    return found.get("losses") or ()
+    evidence = next((check["evidence"] for check in receipt["checks"] if check["name"] == "curve"), None) or {}
+    return evidence.get("losses") or ()
 
 
-def _said(one: Advisory) -> str:
-    fixed = f"; mended in {', '.join(one.fixed)}" if one.fixed else "; no version mends it yet"
-    names = f" ({', '.join(one.aliases)})" if one.aliases else ""
-    return f"{one.package.name} {one.package.version}: {one.id}{names}: {one.summary}{fixed}"
+def _said(advisory: Advisory) -> str:
+    fixed = f"; mended in {', '.join(advisory.fixed)}" if advisory.fixed else "; no version mends it yet"
+    names = f" ({', '.join(advisory.aliases)})" if advisory.aliases else ""
+    return f"{advisory.package.name} {advisory.package.version}: {advisory.id}{names}: {advisory.summary}{fixed}"

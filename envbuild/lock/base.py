@@ -61,8 +61,8 @@ def builder_lock(recipe: LoadedRecipe, target: Target, sources: Sequence[SourceL
     packages = {*image.build_packages, *(package for layer in sources for package in layer.packages)}
     added = sorted({*_COMPILERS, *headers, *packages})
     content = ["builder", recipe.image_digest(target), added if debian else image.build_base]
-    wanted = tuple(dict.fromkeys((*image.packages, *added)))
-    own = dataclasses.replace(recipe.recipe, image=dataclasses.replace(image, packages=wanted))
+    all_packages = tuple(dict.fromkeys((*image.packages, *added)))
+    own = dataclasses.replace(recipe.recipe, image=dataclasses.replace(image, packages=all_packages))
     digest, file = json_digest(content), f"{target.name}.build.toml"
     return _base_lock("builder", recipe, target, own, "debian" if debian else image.build_base, file, digest)
 

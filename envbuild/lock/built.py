@@ -94,7 +94,7 @@ class UvCompile:
         (work / "requirements.in").write_text("\n".join(line for line in lines if line not in own) + "\n")
         (work / "constraints.txt").write_text("\n".join([*self.constraints, *pins]) + "\n")
         # uv prefers the versions in its existing output file.
-        rows = [f'[[packages]]\nname = "{one.name}"\nversion = "{one.version}"\n' for one in preferred]
+        rows = [f'[[packages]]\nname = "{package.name}"\nversion = "{package.version}"\n' for package in preferred]
         head = 'lock-version = "1.0"\ncreated-by = "envbuild"\n'
         self.pylock.write_text(head + ("\n".join(rows) or "packages = []\n"))
         command: list[str | Path] = [
@@ -201,7 +201,7 @@ class UvCompile:
         asked = [release for python in (self.python, *PYTHONS) for release in allowed_releases(releases, lines, python)]
         if not asked:
             return None
-        newest = max(asked, key=lambda one: one.version)
+        newest = max(asked, key=lambda file: file.version)
         pythons = [python for python in PYTHONS if newest.fits(python, self.platform)]
         title = f"{name} {newest.version}"
         if pythons:
@@ -258,8 +258,8 @@ def _one_line(stderr: str) -> str:
 def _cause(stderr: str, direct: set[str]) -> tuple[str, str, str] | None:
     """Return (kind, normalised name, specifier) of the first cause; causes about direct requirements come first."""
     text = _one_line(stderr)
-    found = [(kind, normalise(m[1]), m[2] or "") for kind, pattern in _CAUSES.items() for m in pattern.finditer(text)]
-    return min(found, key=lambda cause: cause[1] not in direct, default=None)
+    causes = [(kind, normalise(m[1]), m[2] or "") for kind, pattern in _CAUSES.items() for m in pattern.finditer(text)]
+    return min(causes, key=lambda cause: cause[1] not in direct, default=None)
 
 
 def _names(requirements: Sequence[str]) -> set[str]:
@@ -285,7 +285,7 @@ class Sources:
         from packaging.requirements import Requirement
 
         commits = {package.name: package for package in kept.built} if kept else {}
-        found = []
+        texts = []
         for text in requirements:
             parsed = Requirement(text)
             name = normalise(parsed.name)
@@ -294,35 +294,39 @@ class Sources:
                     continue
                 parsed.url = self._address(self.references[name], commits.get(name))
                 text = str(parsed)
-            found.append(text)
-        return found
+            texts.append(text)
+        return texts
 
-    def _address(self, one: DirectReference, kept: BuiltPackage | None) -> str:
-        if one.kind == "git":
-            commit = kept.commit if kept and kept.ref == one.ref else ""
-            url = f"git+{self.environment.site.mirrored(one.url)[0]}" + (
-                f"@{commit or one.ref}" if one.ref or commit else ""
+    def _address(self, reference: DirectReference, kept: BuiltPackage | None) -> str:
+        if reference.kind == "git":
+            commit = kept.commit if kept and kept.ref == reference.ref else ""
+            url = f"git+{self.environment.site.mirrored(reference.url)[0]}" + (
+                f"@{commit or reference.ref}" if reference.ref or commit else ""
             )
-            return url + (f"#subdirectory={one.subdirectory}" if one.subdirectory else "")
-        if one.kind == "path":
-            return one.source(self.recipe.folder)
-        return self._file(one).as_uri()
+            return url + (f"#subdirectory={reference.subdirectory}" if reference.subdirectory else "")
+        if reference.kind == "path":
+            return reference.source(self.recipe.folder)
+        return self._file(reference).as_uri()
 
     def published(self, pylock: str) -> str:
         """Return a PEP 751 file in which the URLs of direct references replace the paths of local files."""
-        for one in self.references.values():
-            if one.kind == "url":
-                pylock = pylock.replace(f"path = {json.dumps(str(self._file(one)))}", f"url = {json.dumps(one.url)}")
+        for reference in self.references.values():
+            if reference.kind == "url":
+                pylock = pylock.replace(
+                    f"path = {json.dumps(str(self._file(reference)))}", f"url = {json.dumps(reference.url)}"
+                )
         return pylock
 
-    def _file(self, one: DirectReference) -> Path:
-        """Return the local file of the direct reference `one`. Raises LockError."""
-        if not one.is_wheel:
-            return self.archive(WantedArchive(one.name, "", one.url, one.sha256))
+    def _file(self, reference: DirectReference) -> Path:
+        """Return the local file of the direct reference `reference`. Raises LockError."""
+        if not reference.is_wheel:
+            return self.archive(WantedArchive(reference.name, "", reference.url, reference.sha256))
         from packaging.utils import parse_wheel_filename
 
-        wheel = WantedWheel(one.name, str(parse_wheel_filename(one.file_name)[1]), frozenset({one.sha256}))
-        of, url = self.environment, one.source(self.recipe.folder)
+        wheel = WantedWheel(
+            reference.name, str(parse_wheel_filename(reference.file_name)[1]), frozenset({reference.sha256})
+        )
+        of, url = self.environment, reference.source(self.recipe.folder)
         try:
             return locate_wheels(
                 [wheel],
@@ -330,7 +334,7 @@ class Sources:
                 of.pip,
                 of.site,
                 (),
-                bound={one.name: url},
+                bound={reference.name: url},
                 offline=self.offline,
                 env=of.variables,
                 default_index=of.default_index,
@@ -338,12 +342,12 @@ class Sources:
         except EnvbuildError as error:
             raise LockError(error.message, error.hint) from None
 
-    def archive(self, wanted: WantedArchive) -> Path:
-        """Fetch the source archive `wanted` into the store, and return its file. Raises LockError."""
+    def archive(self, archive_wanted: WantedArchive) -> Path:
+        """Fetch the source archive `archive_wanted` into the store, and return its file. Raises LockError."""
         of = self.environment
         try:
             return locate_archive(
-                wanted,
+                archive_wanted,
                 of.store,
                 of.pip,
                 of.site,
@@ -371,17 +375,17 @@ class Sources:
         url = reference.source(self.recipe.folder, package.commit) if reference else f"index:{name}"
         return package, self.archive(WantedArchive(name, version, url, package.sha256, indexes=self.indexes))
 
-    def _commit(self, one: DirectReference, commit: str) -> str:
+    def _commit(self, reference: DirectReference, commit: str) -> str:
         of, answers = self.environment, []
-        for url in of.site.mirrored(one.url):
+        for url in of.site.mirrored(reference.url):
             if self.offline and not url.startswith("file:"):
                 continue
             try:
-                return adopt_commit(one.name, url, commit, one.subdirectory, of.store, of.variables)
+                return adopt_commit(reference.name, url, commit, reference.subdirectory, of.store, of.variables)
             except RequestFailed as error:
                 answers.append(str(error))
         raise LockError(
-            f"{one.name}: commit {commit} cannot be fetched" + "".join(f"\n  {answer}" for answer in answers),
+            f"{reference.name}: commit {commit} cannot be fetched" + "".join(f"\n  {answer}" for answer in answers),
             "run it once without --offline" if self.offline else "try `git ls-remote` with the repository's URL",
         )
 
@@ -457,13 +461,13 @@ def declared_requirements(
     """
     from build import BuildException, ProjectBuilder
 
-    source, said, environment = folder / "source", list[subprocess.CompletedProcess[str]](), offers.environment
+    source, runs, environment = folder / "source", list[subprocess.CompletedProcess[str]](), offers.environment
     python = folder / "venv" / "bin" / "python"
 
     def run(cmd: Sequence[str], cwd: str | None = None, extra_environ: Mapping[str, str] | None = None) -> None:
         env = {**environment.uv_environment(), **variables, **(extra_environ or {})}
-        said.append(process.run(cmd, env=env, cwd=Path(cwd) if cwd else None, check=False))
-        said[-1].check_returncode()
+        runs.append(process.run(cmd, env=env, cwd=Path(cwd) if cwd else None, check=False))
+        runs[-1].check_returncode()
 
     try:
         unpack(archive, source)
@@ -481,7 +485,7 @@ def declared_requirements(
     except BuildError as error:
         raise LockError(f"{title}: {error.message}", error.hint) from None
     except (BuildException, subprocess.CalledProcessError) as error:
-        text = process.tail(said[-1]) if said and said[-1].returncode else f"  {error}"
+        text = process.tail(runs[-1]) if runs and runs[-1].returncode else f"  {error}"
         raise LockError(
             f"{title}: its build requirements cannot be found:\n{text}",
             f"name the missing ones in `requires` of [build.{title.partition(' ')[0]}] of the recipe",
@@ -529,7 +533,7 @@ def lock_built(
 def _resolved(
     lines: Sequence[str], known: tuple[LockedPackage, ...], uv: UvCompile, title: str, source: str
 ) -> list[LockedPackage]:
-    for pins, preferred in (([f"{one.name}=={one.version}" for one in known], ()), ([], known), ([], ())):
+    for pins, preferred in (([f"{package.name}=={package.version}" for package in known], ()), ([], known), ([], ())):
         done = uv.run(lines, pins, preferred)
         if done.returncode == 0:
             break
@@ -540,4 +544,4 @@ def _resolved(
         )
     rows = tomllib.loads(uv.pylock.read_text(encoding="utf-8")).get("packages", [])
     wheels = [locked_wheels(row, uv.python, uv.platform, f"{source}: {title} needs for its build") for row in rows]
-    return sorted(wheels, key=lambda one: one.name)
+    return sorted(wheels, key=lambda wheel: wheel.name)

@@ -81,10 +81,10 @@ def conda_lock(recipe: LoadedRecipe, target: Target, solver: Solver | None = Non
         pip = no_pip
         if with_pip:
             keep = kept.pip if kept else None
-            found = resolve_pip(recipe, target, environment, packages, ages=ages, keep=keep, offline=offline)
-            for note in found.notes:
+            of_pip = resolve_pip(recipe, target, environment, packages, ages=ages, keep=keep, offline=offline)
+            for note in of_pip.notes:
                 log(note)
-            pip = found.lock
+            pip = of_pip.lock
         lock = CondaLock(name, target.name, digest, packages, pip, ages.kept)
         check_stack(recipe, target, lock.versions, log, conda=True)
         return Resolved(lock, f"{len(packages) + len(pip.packages)} packages for {target.name}", limits=ages.notes())
@@ -171,14 +171,14 @@ def provided(packages: Iterable[CondaPackage]) -> dict[str, str]:
     from packaging.version import Version
 
     names = load_table("conda")["distributions"]
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for package in packages:
         distribution = normalise(names.get(package.name, package.name))
         if distribution and not {"python", "python_abi"}.isdisjoint(package.needs):
             with contextlib.suppress(ValueError):
                 version = Version(package.version)
-                found[distribution] = f"{version.public}+{version.local + '.' if version.local else ''}{_LOCAL}"
-    return found
+                versions[distribution] = f"{version.public}+{version.local + '.' if version.local else ''}{_LOCAL}"
+    return versions
 
 
 def resolve_pip(

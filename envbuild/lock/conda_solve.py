@@ -154,10 +154,10 @@ def _netrc(url: str, env: Mapping[str, str]) -> tuple[str, str] | None:
 
     path = Path(env["NETRC"]) if env.get("NETRC") else Path(env.get("HOME") or Path.home(), ".netrc")
     try:
-        found = netrc.netrc(path).authenticators(urlsplit(url).hostname or "")
+        login = netrc.netrc(path).authenticators(urlsplit(url).hostname or "")
     except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
         return None
-    return (found[0], found[2]) if found else None
+    return (login[0], login[2]) if login else None
 
 
 def network_variables(environment: Environment) -> dict[str, str]:
@@ -326,8 +326,8 @@ def find_conda(environment: Environment) -> str:
         )
     named = environment.variables.get(_VARIABLE)
     for program in [named] if named else _PROGRAMS:
-        if found := shutil.which(program, path=environment.variables.get("PATH")):
-            return found
+        if path := shutil.which(program, path=environment.variables.get("PATH")):
+            return path
     if named:
         raise HostError(f"{_VARIABLE}={named} is not a program", "set it to a conda, mamba or micromamba")
     raise HostError(
@@ -353,7 +353,7 @@ def solve_by_conda_lock(
     """
     program = find_conda(environment)
     canonical = [channel_url(name) for name in recipe.recipe.conda.channels]
-    channels = [split_credentials(environment.site.mirrored(one)[0].rstrip("/"))[0] for one in canonical]
+    channels = [split_credentials(environment.site.mirrored(channel)[0].rstrip("/"))[0] for channel in canonical]
     asked = recipe_specs(recipe, target)
     env = network_variables(environment)
     if offline:

@@ -81,8 +81,8 @@ async def _untimed(gateway: Any, channels: list[Any], platforms: list[str], reco
     from rattler import MatchSpec
 
     specs = [MatchSpec(record.name.normalized) for record in records]
-    found = await gateway.query(channels, platforms, specs, recursive=False, channel_relations="disabled")
-    return sorted({record.name.normalized for record in itertools.chain(*found) if _time(record) is None})
+    record_lists = await gateway.query(channels, platforms, specs, recursive=False, channel_relations="disabled")
+    return sorted({record.name.normalized for record in itertools.chain(*record_lists) if _time(record) is None})
 
 
 async def _open(request: dict[str, Any]) -> tuple[Any, list[Any], list[str]]:
@@ -122,7 +122,9 @@ def _gateway(request: dict[str, Any], serving: dict[str, dict[str, Any]]) -> Any
         for channel, address in serving.items()
         if address["url"] != channel and not address["url"].startswith("file:")
     }
-    servers = [(urlsplit(one["url"]), one["authorization"]) for one in serving.values() if one["authorization"]]
+    servers = [
+        (urlsplit(server["url"]), server["authorization"]) for server in serving.values() if server["authorization"]
+    ]
 
     def headers(host: str, path: str) -> dict[str, str] | None:
         for parts, value in servers:
@@ -159,13 +161,13 @@ async def _kept(gateway: Any, channels: list[Any], platforms: list[str], keep: l
         return []
     from rattler import MatchSpec
 
-    wanted = {(row["name"], row["sha256"]) for row in keep}
+    kept_keys = {(row["name"], row["sha256"]) for row in keep}
     specs = [MatchSpec(row["name"]) for row in keep]
-    found = await gateway.query(channels, platforms, specs, recursive=False, channel_relations="disabled")
+    record_lists = await gateway.query(channels, platforms, specs, recursive=False, channel_relations="disabled")
     records: dict[str, Any] = {}
-    for record in itertools.chain(*found):
+    for record in itertools.chain(*record_lists):
         name = record.name.normalized
-        if record.sha256 is not None and (name, record.sha256.hex()) in wanted:
+        if record.sha256 is not None and (name, record.sha256.hex()) in kept_keys:
             records.setdefault(name, record)
     return list(records.values())
 
@@ -191,8 +193,8 @@ async def _too_new_specs(
     """Return a row for each spec whose packages are all too new or of unknown age; the oldest stands for them."""
     rows = []
     for index, spec in enumerate(specs):
-        found = await gateway.query(channels, platforms, [spec], recursive=False, channel_relations="disabled")
-        records = [record for record in itertools.chain(*found) if spec.matches(record)]
+        record_lists = await gateway.query(channels, platforms, [spec], recursive=False, channel_relations="disabled")
+        records = [record for record in itertools.chain(*record_lists) if spec.matches(record)]
         if records and all(_left_out(record, newest) for record in records):
             oldest = min(records, key=lambda record: (_time(record) is None, _time(record)))
             rows.append({"spec": index, **_too_new(oldest)})

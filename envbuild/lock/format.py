@@ -117,7 +117,9 @@ def render(lock: Lock) -> str:
 def requirements(packages: Sequence[LockedPackage]) -> str:
     """Return `packages` as the lines of a requirements file, without the header."""
     lines = [
-        " \\\n    ".join([f"{package.name}=={package.version}", *(f"--hash=sha256:{one}" for one in package.hashes)])
+        " \\\n    ".join(
+            [f"{package.name}=={package.version}", *(f"--hash=sha256:{digest}" for digest in package.hashes)]
+        )
         for package in packages
     ]
     return "".join(f"{line}\n" for line in lines)
@@ -138,10 +140,10 @@ def parse(text: str, source: str) -> Lock:
     faults: list[str] = []
     if not text.startswith(_FIRST_LINE):
         raise LockError(f"{source}: not an envbuild lock", "delete it and run `envbuild lock` again")
-    found = text[len(_FIRST_LINE) :].partition(";")[0].strip()
-    if found != str(FORMAT):
+    format_text = text[len(_FIRST_LINE) :].partition(";")[0].strip()
+    if format_text != str(FORMAT):
         raise LockError(
-            f"{source}: lock format {found!r}; this envbuild reads format {FORMAT}",
+            f"{source}: lock format {format_text!r}; this envbuild reads format {FORMAT}",
             "use the envbuild version that wrote it, or make it again with `envbuild lock`",
         )
     for number, line in logical_lines(text):
@@ -175,7 +177,7 @@ def parse(text: str, source: str) -> Lock:
         else:
             packages[name] = LockedPackage(name, pin[2], tuple(hashes))
     names = [*packages, *(package.name for package in built)]
-    faults += [f"{source}: {one.name} is locked twice" for one in built if names.count(one.name) > 1]
+    faults += [f"{source}: {package.name} is locked twice" for package in built if names.count(package.name) > 1]
     faults += [f"{source}: the header line '# {key}: …' is missing" for key in _KEYS if key not in header]
     faults += [
         f"{source}: the header line '# {key}: {header[key]:.80}' has another form"
@@ -191,10 +193,16 @@ def parse(text: str, source: str) -> Lock:
     )
 
 
-def built_row(one: BuiltPackage) -> dict[str, object]:
+def built_row(built_package: BuiltPackage) -> dict[str, object]:
     """Return a built package as the JSON object of its line in the lock; `parse_built` reads it back."""
-    row = {"name": one.name, "version": one.version, "sha256": one.sha256, "commit": one.commit, "ref": one.ref}
-    build = {wheel.name: [wheel.version, *wheel.hashes] for wheel in one.build}
+    row = {
+        "name": built_package.name,
+        "version": built_package.version,
+        "sha256": built_package.sha256,
+        "commit": built_package.commit,
+        "ref": built_package.ref,
+    }
+    build = {wheel.name: [wheel.version, *wheel.hashes] for wheel in built_package.build}
     return {key: value for key, value in row.items() if value} | {"build": build}
 
 

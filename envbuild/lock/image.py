@@ -97,10 +97,10 @@ def parse_image(text: str, source: str) -> ImageLock:
         data = parse_toml(text)
     except ValueError as error:
         raise LockError(f"{source}: not an image lock: {error}", _HINT) from None
-    found = data.get("format")
-    if type(found) is int and found != FORMAT:
+    format_number = data.get("format")
+    if type(format_number) is int and format_number != FORMAT:
         raise LockError(
-            f"{source}: format {found}; this envbuild reads {FORMAT}",
+            f"{source}: format {format_number}; this envbuild reads {FORMAT}",
             f"use the envbuild version that wrote it, or {_HINT}",
         )
     try:
@@ -131,7 +131,7 @@ def image_changes(old: ImageLock | None, new: ImageLock) -> list[str]:
         {p.name: p for p in was.packages} if isinstance(was, DebianLock) else {},
         {p.name: p for p in now.packages},
         lambda p: p.version,
-        lambda one, other: "" if (one.arch, one.sha256) == (other.arch, other.sha256) else ": another file",
+        lambda before, other: "" if (before.arch, before.sha256) == (other.arch, other.sha256) else ": another file",
     )
 
 

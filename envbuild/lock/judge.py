@@ -77,7 +77,7 @@ def impossible_pins(loaded: LoadedRecipe, target: Target) -> str:
 
 
 def _lines(findings: list[CompatFinding]) -> str:
-    return "".join(f"\n  {one.subject}: {one.text}\n    fix: {one.fix}" for one in findings)
+    return "".join(f"\n  {finding.subject}: {finding.text}\n    fix: {finding.fix}" for finding in findings)
 
 
 def check_accelerator(target: Target, packages: Iterable[LockedPackage], source: str) -> None:
@@ -86,7 +86,7 @@ def check_accelerator(target: Target, packages: Iterable[LockedPackage], source:
     The wheel's local version identifies the build (`+cpu`, `+cu126`, as on download.pytorch.org), or, on the default
     index, where builds have no local version, the CUDA packages that it depends on.
     """
-    versions, wanted, families = {p.name: p.version for p in packages}, target.family, gpu_families()
+    versions, family, families = {p.name: p.version for p in packages}, target.family, gpu_families()
     if "torch" not in versions:
         return
     torch = f"torch=={versions['torch']}"
@@ -96,7 +96,7 @@ def check_accelerator(target: Target, packages: Iterable[LockedPackage], source:
     )
     # Local versions `+cu126`, `+rocm6.4`, and `+xpu`, for which envbuild has no targets.
     named = local.startswith(("xpu", *(accelerator.usual[0].rstrip(".0123456789") for accelerator in families)))
-    if not wanted.gpu:
+    if not family.gpu:
         if gpu or named:
             more = f" and brings {len(gpu)} GPU packages ({', '.join(gpu[:4])}{', …' if len(gpu) > 4 else ''})"
             raise LockError(
@@ -108,16 +108,16 @@ def check_accelerator(target: Target, packages: Iterable[LockedPackage], source:
     index = torch_index(target.accelerator)
     pin = f"pin torch==VERSION+{target.accelerator} in {target.table} and name the index {index} there"
     if not gpu and not named:
-        raise LockError(f"{source}: target {target.name} needs {wanted.title}, but {torch} is a CPU-only build", pin)
+        raise LockError(f"{source}: target {target.name} needs {family.title}, but {torch} is a CPU-only build", pin)
     # torch's wheel on the default index pins the runtime: 12.6.77 is that of cu126.
     runtime = next((v for name, v in versions.items() if re.fullmatch(r"nvidia-cuda-runtime(-cu\d+)?", name)), None)
     tag = local if named else runtime and "cu" + "".join(runtime.split(".")[:2])
-    own = tag is not None or any(re.fullmatch(wanted.wheels, name) for name in versions)
+    own = tag is not None or any(re.fullmatch(family.wheels, name) for name in versions)
     if not own or tag not in (None, target.accelerator):
-        same = own and (accelerator_of(tag or "") or wanted) is wanted
+        same = own and (accelerator_of(tag or "") or family) is family
         raise LockError(
             f"{source}: target {target.name} resolved to {torch}, built for another "
-            f"{wanted.title if same else 'accelerator'}{f' ({tag})' if tag else ''}",
+            f"{family.title if same else 'accelerator'}{f' ({tag})' if tag else ''}",
             pin + (f", or make it a target of {tag}" if tag else ""),
         )
 
@@ -136,14 +136,14 @@ def check_devices(loaded: LoadedRecipe, target: Target, packages: Iterable[Locke
     if "torch" not in names or not (devices or _SPLIT in names):
         return
     gpus = loaded.recipe.targets[target.name].gpus
-    wanted = dict.fromkeys(chip.name for word in gpus for chip in chips_named(word))
-    extras = ",".join(f"device-{name}" for name in wanted) or "device-all"
-    if missing := [name for name in wanted if name not in devices] if devices else ["any GPU"]:
-        what = f"torch has no code for {', '.join(missing)}: its wheel is split by GPU" + (
+    chips = dict.fromkeys(chip.name for word in gpus for chip in chips_named(word))
+    extras = ",".join(f"device-{name}" for name in chips) or "device-all"
+    if missing := [name for name in chips if name not in devices] if devices else ["any GPU"]:
+        problem = f"torch has no code for {', '.join(missing)}: its wheel is split by GPU" + (
             f", and the lock has {', '.join(sorted(devices))} alone" if devices else ", and no extra chooses one"
         )
         raise LockError(
-            f"{loaded.where('targets', target.name, 'gpus')}: {target.name}: {what}",
+            f"{loaded.where('targets', target.name, 'gpus')}: {target.name}: {problem}",
             f"write torch[{extras}] in `requirements` of {target.table}",
         )
 

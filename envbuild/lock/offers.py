@@ -74,8 +74,8 @@ class ReleaseAges:
         for index in self.ages:
             limit, source = self.limit(index), f"of {index} " if index else ""
             key = f"[exclude_newer_index] {self.ages[index]}" if index else f"exclude_newer = {self.ages[index]}"
-            what = f"uploaded from {limit:{_ISO}} on are left out" if limit else "are taken whatever their age"
-            notes.append(f"files {source}{what} ({key})")
+            age_text = f"uploaded from {limit:{_ISO}} on are left out" if limit else "are taken whatever their age"
+            notes.append(f"files {source}{age_text} ({key})")
         return notes
 
 
@@ -156,13 +156,13 @@ class Offers:
         """
         if sum(source.is_index for source in self._sources) < 2:
             return {}
-        found: defaultdict[str, list[tuple[str, set[str | None]]]] = defaultdict(list)
+        by_name: defaultdict[str, list[tuple[str, set[str | None]]]] = defaultdict(list)
         for name, source, links in self._pages([name for name in names if name not in self.bound]):
             files = {link.sha256 for link in links}
-            copied = any(files & other - {None} for _, other in found[name])
+            copied = any(files & other - {None} for _, other in by_name[name])
             if source.is_index and links and not copied:
-                found[name].append((source.name, files))
-        return {name: [url for url, _ in rows] for name, rows in found.items() if len(rows) > 1}
+                by_name[name].append((source.name, files))
+        return {name: [url for url, _ in rows] for name, rows in by_name.items() if len(rows) > 1}
 
     def plain_redirects(self, names: Iterable[str]) -> dict[str, str]:
         """Return page and reason for each of `names` whose index page redirects from HTTPS to plain HTTP."""
@@ -181,10 +181,10 @@ class Offers:
         local = [
             Link(name, "", None) for _, files in local_files(self.environment.pip, (".whl", *_SDISTS)) for name in files
         ]
-        found: dict[str, list[Link]] = {name: [] if name in self.bound else list(local) for name in names}
+        by_name: dict[str, list[Link]] = {name: [] if name in self.bound else list(local) for name in names}
         for name, source, links in self._pages(names):
-            found[name] += [link for link in links if self._too_new(link, source) is None]
-        return found
+            by_name[name] += [link for link in links if self._too_new(link, source) is None]
+        return by_name
 
     def _too_new(self, link: Link, source: PackageSource) -> TooNew | None:
         """Return why `exclude_newer` leaves a file out, None for a file that may be taken."""
@@ -195,10 +195,10 @@ class Offers:
 
     def too_new(self, names: Iterable[str]) -> dict[str, list[TooNew]]:
         """Return name → files that `exclude_newer` leaves out, for each of `names` that has any."""
-        found: defaultdict[str, list[TooNew]] = defaultdict(list)
+        by_project: defaultdict[str, list[TooNew]] = defaultdict(list)
         for name, source, links in self._pages(names) if self.ages.ages else ():
-            found[name] += filter(None, (self._too_new(link, source) for link in links))
-        return {name: files for name, files in found.items() if files}
+            by_project[name] += filter(None, (self._too_new(link, source) for link in links))
+        return {name: files for name, files in by_project.items() if files}
 
     def without_index(self, versions: Mapping[str, str]) -> list[str]:
         """Return the names of `versions` of which find-links have a file, which no release age concerns."""
@@ -316,9 +316,9 @@ def skipped_warnings(
     """
     from packaging.version import Version
 
-    limits, wanted = applicable(constraints, python, platform), applicable(requirements, python, platform)
-    wanted = {name: [*lines, *limits.get(name, ())] for name, lines in wanted.items() if name in locked}
-    open_ended = {name: lines for name, lines in wanted.items() if not any(map(_is_pin, lines))}
+    limits, lines_of = applicable(constraints, python, platform), applicable(requirements, python, platform)
+    lines_of = {name: [*lines, *limits.get(name, ())] for name, lines in lines_of.items() if name in locked}
+    open_ended = {name: lines for name, lines in lines_of.items() if not any(map(_is_pin, lines))}
     releases = offers.releases(open_ended)
     young, old = [], []
     for name, lines in open_ended.items():

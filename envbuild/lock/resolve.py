@@ -98,8 +98,8 @@ def resolve(
     indexes, unreached = reachable(table.indexes, environment, offline)
     notes = [f"note: {reason}; it was left out" for reason in unreached]
     sources = sources_of(recipe, target, environment, requirements, offline)
-    wanted = applicable(requirements, python, platform)  # a requirement with another marker binds nothing
-    bound, limits = bound_indexes(recipe, wanted, environment, offline), index_limits(ages, environment)
+    lines_of = applicable(requirements, python, platform)  # a requirement with another marker binds nothing
+    bound, limits = bound_indexes(recipe, lines_of, environment, offline), index_limits(ages, environment)
     offers = Offers(environment, indexes, offline, bound=bound, ages=ages, limits=limits)
     constraints = [*recipe.recipe.constraints, *(f"{name}=={version}" for name, version in provided.items())]
     # To keep versions, every package is pinned, then preferred. Preferences alone would suffice, but uv 0.13 takes a
@@ -117,8 +117,8 @@ def resolve(
                 break
         else:
             command = f"{recipe.recipe.name} --target {target.name}"
-            names = [*wanted, *filtered_names(done.stderr)]
-            if too_new := _too_new(recipe, offers, wanted, dict.fromkeys(names), python, platform):
+            names = [*lines_of, *filtered_names(done.stderr)]
+            if too_new := _too_new(recipe, offers, lines_of, dict.fromkeys(names), python, platform):
                 raise LockError(
                     f"{recipe.path}: target {target.name} cannot be resolved:\n{explanation(done)}"
                     + "".join(f"\n  {line}" for line in (*too_new, *notes)),
@@ -138,7 +138,7 @@ def resolve(
         built = lock_built(sources, own, UvCompile(folder, offers, python, platform), packages, provided, keep)
         check_used(recipe, target, built)
         every: list[LockedPackage | BuiltPackage] = [*packages, *built]
-        of_indexes = [one for one in every if one.name not in sources.references]
+        of_indexes = [package for package in every if package.name not in sources.references]
         check_bound(recipe, of_indexes, offers)
         check_pages(recipe, of_indexes, offers)
         wheels = {package.name: package.version for package in packages if package.name not in sources.references}
@@ -153,9 +153,9 @@ def resolve(
             f"{recipe.path}: target {target.name}",
         )
         notes += ambiguous_names(of_indexes, offers)
-        notes += age_notes(offers, {one.name: one.version for one in of_indexes})
+        notes += age_notes(offers, {package.name: package.version for package in of_indexes})
     check_accelerator(target, packages, str(recipe.path))
-    locked = {*(one.name for one in every), *provided}
+    locked = {*(package.name for package in every), *provided}
     for text in recipe.recipe.overrides:
         if requirement_parts(text)[0] not in locked:
             notes.append(f"note: the override {text} has no effect for {target.name}: no package needs it")
@@ -178,7 +178,7 @@ def resolve(
 def _too_new(
     recipe: LoadedRecipe,
     offers: Offers,
-    wanted: Mapping[str, Sequence[Requirement]],
+    lines_of: Mapping[str, Sequence[Requirement]],
     names: Iterable[str],
     python: str,
     platform: str,
@@ -189,14 +189,20 @@ def _too_new(
     for name, files in offers.too_new(names).items():
         young, known = releases_of(name, [file.link for file in files]), offers.releases([name])[name]
         fitting, others = (
-            [one for one in allowed_releases(releases, wanted.get(name, ()), python) if one.fits(python, platform)]
+            [
+                release_file
+                for release_file in allowed_releases(releases, lines_of.get(name, ()), python)
+                if release_file.fits(python, platform)
+            ]
             for releases in (young, known)
         )
-        if not fitting or (name in wanted and others):
+        if not fitting or (name in lines_of and others):
             continue
         release = fitting[-1]
         file = next(
-            file for file in files if release.version in {one.version for one in releases_of(name, [file.link])}
+            file
+            for file in files
+            if release.version in {known_release.version for known_release in releases_of(name, [file.link])}
         )
         if release.uploaded is None:
             text = f"{no_time(file.index)} of {name}, so they are left out"
@@ -244,25 +250,25 @@ def check_override(recipe: LoadedRecipe, target: Target, pinned: Lock) -> None:
     """
     from packaging.version import Version
 
-    wanted = recipe.nccl_wheel(target)
-    assert wanted is not None
+    version = recipe.nccl_wheel(target)
+    assert version is not None
     name, where = nccl_package(target), recipe.where("layers", "nccl")
     torch, own = pinned.versions.get("torch"), pinned.versions.get(name)
     if own is None:
-        what = f"torch=={torch} brings no {name}" if torch else f"nothing here depends on {name}"
+        problem = f"torch=={torch} brings no {name}" if torch else f"nothing here depends on {name}"
         raise LockError(
-            f"{where}: NCCL {wanted} cannot replace anything for {target.name}: {what}",
+            f"{where}: NCCL {version} cannot replace anything for {target.name}: {problem}",
             "NCCL is inside that wheel or the base image; choose a torch that pins it, or remove [layers.nccl]",
         )
     try:
-        older = Version(wanted) < Version(own)
+        older = Version(version) < Version(own)
     except ValueError:
         raise LockError(
-            f"{where}: {wanted!r} is not a version of {name}", f"write it as PyPI does, for example {own}"
+            f"{where}: {version!r} is not a version of {name}", f"write it as PyPI does, for example {own}"
         ) from None
     if older:
         raise LockError(
-            f"{where}: NCCL {wanted} is older than {own}, which torch=={torch} pins",
+            f"{where}: NCCL {version} is older than {own}, which torch=={torch} pins",
             f'version = "{own}" or newer; without [layers.nccl] it is {own}',
         )
 

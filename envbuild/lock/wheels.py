@@ -26,19 +26,20 @@ def wheel_lock(recipe: LoadedRecipe, target: Target) -> LockKind[Lock]:
         as_of = kept_time(old, recipe.resolution_digest(target), upgrade)
         if old is None and recipe.variant:  # versions do not differ between Pythons without need
             old = next(
-                filter(None, (read(one / lock_file_name(target.name)) for one in lock_folders(recipe, target))), None
+                filter(None, (read(folder / lock_file_name(target.name)) for folder in lock_folders(recipe, target))),
+                None,
             )
             as_of = old.as_of if old and upgrade is not None else ""
         keep = None if upgrade is None or old is None else without(old, upgrade)
         try:
-            found = resolve_recipe(recipe, target, environment, keep, offline, as_of)
+            resolution = resolve_recipe(recipe, target, environment, keep, offline, as_of)
         except LockError as error:
             raise LockError(error.message + impossible_pins(recipe, target), error.hint) from error
-        check_devices(recipe, target, found.lock.packages)
-        check_stack(recipe, target, found.lock.versions, log)
-        for note in (*found.limits, *found.notes):
+        check_devices(recipe, target, resolution.lock.packages)
+        check_stack(recipe, target, resolution.lock.versions, log)
+        for note in (*resolution.limits, *resolution.notes):
             log(note)
-        return found
+        return resolution
 
     def judge(lock: Lock, source: str, log: Log) -> None:
         check_accelerator(target, lock.packages, source)

@@ -515,8 +515,8 @@ def index_mistakes(document: Document) -> Iterator[Problem]:
     named += table_at(document.data, "indexes").values()
     for index in table_at(document.data, "exclude_newer_index"):
         if index not in named:
-            what = f"{index!r} in [exclude_newer_index] is no URL in `indexes` of a target and no name in [indexes]"
-            yield ("exclude_newer_index", index), what + nearest(index, sorted({str(one) for one in named}))
+            problem = f"{index!r} in [exclude_newer_index] is no URL in `indexes` of a target and no name in [indexes]"
+            yield ("exclude_newer_index", index), problem + nearest(index, sorted({str(name) for name in named}))
 
 
 def image_mistakes(document: Document) -> Iterator[Problem]:

@@ -31,8 +31,8 @@ class ElfReport:
     libraries: dict[str, Elf] = field(default_factory=dict, compare=False, repr=False)
 
 
-def scan_elf(folder: Path, wanted: int, files: Files = HOST, *, gpu: bool = False) -> ElfReport:
-    """Read the header of every file below `folder`, with `gpu` also GPU code; `wanted` is the expected e_machine."""
+def scan_elf(folder: Path, expected_machine: int, files: Files = HOST, *, gpu: bool = False) -> ElfReport:
+    """Read the header of every file below `folder`, with `gpu` also GPU code; `expected_machine` is the expected e_machine."""
     report = ElfReport()
     version, libraries, known = None, set(), torch_libraries()
     for path in files.walk(str(folder)):
@@ -46,7 +46,7 @@ def scan_elf(folder: Path, wanted: int, files: Files = HOST, *, gpu: bool = Fals
             continue
         name = machine_name(machine)
         report.counts[name] = report.counts.get(name, 0) + 1
-        if machine != wanted:
+        if machine != expected_machine:
             report.foreign.append((path, name))
         elif not files.target(path):
             if gpu and (containers := files.gpu_code(path)):

@@ -252,9 +252,9 @@ def _check_versions(loader: _Loader, linkage: Linkage) -> None:
                 number = tuple(map(int, match[2].split(".")))
                 newest[match[1]] = max(newest.get(match[1], ()), number)
             place = loader.find(path, library)
-            one = loader.elf(place) if place else None
+            elf_file = loader.elf(place) if place else None
             # The loader accepts a library without versions, with a warning.
-            if one is not None and one.defines and version not in one.defines:
+            if elf_file is not None and elf_file.defines and version not in elf_file.defines:
                 lacking.setdefault(place, []).append(version)
         for place, versions in lacking.items():
             linkage.versions.append(
