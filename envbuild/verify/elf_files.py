@@ -32,7 +32,7 @@ class ElfReport:
 
 
 def scan_elf(folder: Path, expected_machine: int, files: Files = HOST, *, gpu: bool = False) -> ElfReport:
-    """Read the header of every file below `folder`, with `gpu` also GPU code; `expected_machine` is the expected e_machine."""
+    """Read the header of every file below `folder`, with `gpu` also GPU code; `expected_machine` is an e_machine."""
     report = ElfReport()
     version, libraries, known = None, set(), torch_libraries()
     for path in files.walk(str(folder)):

@@ -111,8 +111,9 @@ def _has_files(script: ParsedScript, folder: str) -> bool:
 def of_array_output(script: ParsedScript) -> Iterator[Found]:
     """Find files that every task of an array overwrites."""
     asks = " ".join(word for _, row in script.directives for word in row)
-    for line, words in script.directives if script.kind == "slurm" else ():
-        for value in option_values(words, ("--output", "-o")):
+    names = script.facts.output[:2] if script.facts and "--output" in script.facts.output else ()
+    for line, words in script.directives:
+        for value in option_values(words, names):
             if "%" not in value and "$" not in value and value != "/dev/null":
                 level: Literal["", "hint"] = "hint" if "append" in asks else ""
                 yield Found("array-output" if _ARRAY.search(asks) else "output-fixed", line, value, level=level)
