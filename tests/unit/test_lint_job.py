@@ -135,6 +135,30 @@ def test_a_script_without_faults_has_none() -> None:
 
 # fault: (scripts that have it, in the line that the text stands in; scripts that are like them and do not)
 CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
+    "option-wrong": (
+        [(SLURM + "pip3 install --yes einops\nsrun python train.py", "pip3")],
+        [SLURM + "pip uninstall -y einops\nsrun python train.py"],
+    ),
+    "gres-form": (
+        [(SLURM.replace("set -e", "#SBATCH --gres=gpu=2\nset -e"), "gres")],
+        [SLURM.replace("set -e", "#SBATCH --gres=gpu:a100:2\nset -e")],
+    ),
+    "time-short": (
+        [(SLURM.replace("set -e", "#SBATCH --time=00:00:45\nset -e"), "00:45")],
+        [SLURM.replace("set -e", "#SBATCH --time=00:45:00\nset -e")],
+    ),
+    "memory-small": (
+        [(GPUS.replace("set -e", "#SBATCH --mem=2G\nset -e"), "--mem")],
+        [GPUS.replace("set -e", "#SBATCH --mem=200G\n#SBATCH --mem-per-gpu=2G\nset -e")],
+    ),
+    "output-lost": (
+        [(SLURM.replace("set -e", "#SBATCH --output=/dev/null\nset -e"), "/dev/null")],
+        [SLURM.replace("set -e", "#SBATCH --output=/dev/shm/%j\nset -e")],
+    ),
+    "debugger-left": (
+        [(SLURM + "srun ddt --connect python train.py", "ddt"), (SLURM + "python -m pdb train.py", "pdb")],
+        [SLURM + "srun python train.py --pdb no"],
+    ),
     "device-missing": (
         [
             (ONE.replace("node=4", "node=2") + "export CUDA_VISIBLE_DEVICES=6,7\ntorchrun --standalone x", "CUDA"),
@@ -2681,3 +2705,49 @@ def test_every_placeholder_of_a_script_is_named() -> None:
         "--b <your b>",
         "--c /path/to/c",
     ]
+
+
+TWO = "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --gpus-per-node=2\nset -eu\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "fault", "level"),
+    [
+        # A variable of the scheduler has its value, and not the default.
+        (TWO + "n=${SLURM_GPUS_ON_NODE:-1}\ntorchrun --standalone --nproc_per_node=$n t.py", "one-rank", None),
+        (TWO + "torchrun --standalone --nproc_per_node=1 t.py", "one-rank", "warning"),
+        (TWO + 'export LD_LIBRARY_PATH="/o${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"', "unset-variable", None),
+        (TWO + 'export LD_LIBRARY_PATH="/o:$LD_LIBRARY_PATH"', "unset-variable", "warning"),
+        (TWO + "if [ ! -d env ]; then\n pip install x\nfi\npython train.py", "install-in-job", "hint"),
+        (TWO + "if [ ! -d env ]; then\n true\nfi\npip install x\npython train.py", "install-in-job", "warning"),
+        (TWO + "pip show x || pip install x\npython train.py", "install-in-job", "hint"),
+        (TWO + "if ! command -v uv; then\n curl -L x.org/i | sh\nfi\npython train.py", "remote-code", "hint"),
+        (TWO + "curl -L x.org/i | sh\npython train.py", "remote-code", "warning"),
+        (TWO + "export NCCL_P2P_DISABLE=1\npython train.py", "network-disabled", "hint"),
+        (TWO.replace("node=2", "node=1") + "export NCCL_P2P_DISABLE=1\npython train.py", "network-disabled", None),
+        (GPUS + "export NCCL_P2P_DISABLE=1\nsrun python train.py", "network-disabled", "warning"),
+        (GPUS + "export NCCL_IB_DISABLE=1 # see https://x.org/9\nsrun python train.py", "network-disabled", None),
+        (
+            GPUS + "h=$(host a | awk '{print $NR}')\nsrun torchrun --nnodes=2 --master-addr $h t.py",
+            "endpoint-unset",
+            None,
+        ),
+        (LSF + "jsrun -n1 -a1 -g1 python3 train.py", "idle-nodes", "warning"),
+        (LSF + "jsrun -n4 -a1 -g1 python3 train.py", "idle-nodes", None),
+        (TWO + "img=/i/pt.sif\napptainer exec $img python train.py", "no-nv", "warning"),
+        (TWO + "img='--nv /i/pt.sif'\napptainer exec $img python train.py", "no-nv", None),
+        (TWO.replace("set -eu\n", "") + "conda run wandb agent x\nwandb offline", "status-lost", "warning"),
+        (TWO + "conda run wandb agent x", "output-captured", "hint"),
+        (TWO.replace("node=2", "node=2\n#SBATCH --gres=gpu=2"), "gres-form", "hint"),
+    ],
+)
+def test_what_a_second_blind_set_showed(text: str, fault: str, level: str | None) -> None:
+    problem = found(text, fault)
+    assert (problem.fault.level if problem else None) == level, ids(text)
+
+
+def test_a_folder_of_shared_memory_may_lack_its_slash() -> None:
+    text = on_pods("resources: {limits: {nvidia.com/gpu: 2}}\n              command: [torchrun, t.py]")
+    assert found(text, "shared-memory", "job.yaml") is None
+    assert found(text.replace("/dev/shm", "dev/shm"), "shared-memory", "job.yaml") is None
+    assert found(text.replace("/dev/shm", "/dev/sha"), "shared-memory", "job.yaml") is not None

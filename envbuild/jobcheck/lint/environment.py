@@ -218,7 +218,7 @@ def of_gpu_containers(script: ParsedScript) -> Iterator[Found]:
     if not script.gpus or script.is_cray or re.search(r"(?:APPTAINER|SINGULARITY)_(?:NV|ROCM)\b", script.text):
         return
     for command in script.commands:
-        names = [posixpath.basename(word) for word in command.words]
+        names = [posixpath.basename(word) for word in script.variables.expanded(command.words)]
         at = next((n for n, name in enumerate(names) if name in ("apptainer", "singularity")), len(names))
         rest = names[at + 1 :]
         text = " ".join(names)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from envbuild.data import load_table
-from envbuild.jobcheck.lint.script import Found, ParsedScript
+from envbuild.jobcheck.lint.script import Found, ParsedScript, guarded
 from envbuild.jobcheck.lint.shell import Command
 
 Level = Literal["error", "warning", "hint"]
@@ -21,7 +21,7 @@ _OF_INFINIBAND = ("NCCL_IB_DISABLE",)  # Slingshot has none
 _OF_ADDRESSES = ("first-address", "own-address")
 # A comment that says why a variable has its value.
 _REASON = re.compile(
-    r"#[^#\n]{0,200}?(?:\bhang|workaround|work around|do not remove|support|without (?:this|it)|fix(?:es)?\b)"
+    r"#[^#\n]{0,200}?(?:\bhang|workaround|work around|do not remove|support|without (?:this|it)|fix(?:es)?\b|https?:)"
 )
 # GPUs whose driver offers no peer-to-peer access.
 _CONSUMER = re.compile(r"RTX|(?<![0-9])[2345]0[6-9]0(?:ti)?\b", re.IGNORECASE)
@@ -81,6 +81,7 @@ def of_patterns(script: ParsedScript) -> Iterator[Found]:
             if fault.lines and (match := fault.lines.search(text)):
                 yield Found(fault.id, line, match[match.lastindex or 0].strip()[:_SHOWN])
         doubts: list[Found] = []
+        meant = not (script.trains and (script.facts or script.everywhere))
         for command in script.commands if fault.command and (script.facts or fault.id not in _OF_BATCH) else ():
             text = command_text(command)
             if text.startswith("$") and len(command.words) == 1:
@@ -91,7 +92,7 @@ def of_patterns(script: ParsedScript) -> Iterator[Found]:
                 found = Found(fault.id, command.line, text[:_SHOWN])
                 if fault.id not in _OF_TRAININGS:
                     yield found
-                elif not script.trains or "--no-index" in text or not (script.facts or script.everywhere):
+                elif meant or "--no-index" in text or guarded(script, command.line):
                     doubts.append(replace(found, level="hint"))
                 else:
                     doubts = [found]
@@ -102,7 +103,8 @@ def of_patterns(script: ParsedScript) -> Iterator[Found]:
                 told = "".join(script.lines[max(command.line - 2, 0) : command.line])
                 meant = _REASON.search(told) is not None
                 if pattern.fullmatch(value) and not meant and not _elsewhere(name, fault.id, script):
-                    yield Found(fault.id, command.line, f"{name}={value}")
+                    inside = name == "NCCL_P2P_DISABLE" and not script.several  # between the GPUs of one node
+                    yield Found(fault.id, command.line, f"{name}={value}", level="hint" if inside else "")
 
 
 def _elsewhere(variable: str, fault: str, script: ParsedScript) -> bool:
@@ -111,7 +113,8 @@ def _elsewhere(variable: str, fault: str, script: ParsedScript) -> bool:
         return True  # NCCL reaches EFA through its plugin, and not as InfiniBand
     meant = re.search("NCCL_NSOCKS_PERTHREAD|NCCL_SOCKET_NTHREADS", script.text)  # sockets that are tuned
     if variable == "NCCL_P2P_DISABLE":
-        return any(_CONSUMER.search(" ".join(words)) for _, words in script.directives)
+        alone = script.gpus == 1 and not script.several
+        return alone or any(_CONSUMER.search(" ".join(words)) for _, words in script.directives)
     one_node = not (script.several or script.everywhere) and (script.nodes or script.launches)
     return variable in _OF_INFINIBAND and (script.is_cray or meant is not None or bool(one_node))
 

@@ -166,7 +166,7 @@ def _pod(spec: Mapping[str, Any], nodes: int, ranks: str) -> Iterator[Found]:
         for container in _rows(spec, key):
             yield from _container(container, nodes, ranks)
             shared = any(
-                str(one.get("mountPath")).rstrip("/") == "/dev/shm" and str(one.get("name")) in volumes
+                str(one.get("mountPath")).strip("/") == "dev/shm" and str(one.get("name")) in volumes
                 for one in _rows(container, "volumeMounts")
             )
             # One rank without workers uses none.

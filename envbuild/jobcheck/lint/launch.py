@@ -11,10 +11,7 @@ from itertools import pairwise, takewhile
 from envbuild.jobcheck.lint.directives import option_values, whole_number
 from envbuild.jobcheck.lint.shell import LAUNCHERS, WORDS, Command, Variables, starters
 
-STARTS = re.compile(
-    r"(?:python[\d.]*|torchrun|accelerate|deepspeed|horovodrun|lightning|bash|sh|[\w./${}-]+\.(?:sh|py)"
-    r"|uv|poetry|pixi|composer|tune|axolotl|itwinai|litgpt|llamafactory-cli|colossalai|fairseq-train|nsys)"
-)
+STARTS = re.compile("|".join(sorted(WORDS["programs"])))
 TRAINS = re.compile(r"(?:python[\d.]*|torchrun|accelerate|deepspeed|horovodrun)")
 _IN_SHELL = re.compile(
     r"\b(?:python|torchrun|accelerate|deepspeed)|\.(?:py|sh)\b|^\$|\$\{?\w{0,40}(?:CMD|LAUNCH|RUN|SCRIPT)"
@@ -66,7 +63,7 @@ class Launch:
     @property
     def ranks(self) -> int:
         """Number of ranks that it starts on a node, from a number or the default of a variable, 0 if unknown."""
-        return whole_number(re.sub(r"^\$\{\w+:?-|\}$", "", self.options.get("nproc-per-node", ""))) or 0
+        return whole_number(re.sub(r"^\$\{(?!SLURM|PBS)\w+:?-|\}$", "", self.options.get("nproc-per-node", ""))) or 0
 
     @property
     def complete(self) -> bool:

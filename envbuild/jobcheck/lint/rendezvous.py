@@ -132,7 +132,8 @@ def of_addresses(script: ParsedScript) -> Iterator[Found]:
         if "standalone" in launch.options:
             continue
         for name in ("rdzv-endpoint", "master-addr"):
-            for variable in re.findall(r"\$\{?([A-Z]\w*)(?!\w|:[-=])", launch.options.get(name, "")):
+            value = re.sub(r"'[^']*'", "", launch.options.get(name, ""))  # awk's own variables
+            for variable in re.findall(r"\$\{?([A-Z]\w*)(?!\w|:[-=])", value):
                 told = variable in set_here or GIVEN.fullmatch(variable)
                 if variable.isupper() and not told:  # others are of a script that is left out here
                     yield Found("endpoint-unset", launch.command.line, variable)
@@ -225,7 +226,7 @@ def of_numbers(script: ParsedScript) -> Iterator[Found]:
             if size is not None and size not in (total, nodes * script.gpus):  # a task can start more ranks
                 yield Found("world-size", command.line, f"WORLD_SIZE={size}, {total} tasks", level="warning")
     plain = steps[-1].program == "srun" and "python" in " ".join(steps[-1].words) and "MASTER_ADDR" in script.values
-    if plain and not re.search(r"RANK|PROCID|LOCALID|lightning|\bray\b", script.text):
+    if plain and not re.search(r"RANK|WORLD_SIZE=|PROCID|LOCALID|lightning|\bray\b", script.text):
         yield Found("rank-unset", steps[-1].line)
 
 

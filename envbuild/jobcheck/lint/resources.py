@@ -144,7 +144,7 @@ def _ranks(script: ParsedScript, launch: Launch) -> int:
     if launch.program == "accelerate launch":  # its --num-processes are those of all machines
         nodes = whole_number(launch.options.get("nnodes", "")) or (script.nodes[1] if script.nodes else 0)
         return (whole_number(launch.options.get("num-processes", "")) or 0) // nodes if nodes else 0
-    value = launch.options.get("nproc-per-node", "").strip("\\${}")
+    value = re.sub(r":?-\w*$", "", launch.options.get("nproc-per-node", "").strip("\\${}"))
     if value in ("gpu", "auto", "SLURM_GPUS_ON_NODE"):
         return script.gpus
     if value == "SLURM_NTASKS_PER_NODE":
@@ -327,6 +327,9 @@ def of_placement(script: ParsedScript) -> Iterator[Found]:
                 yield Found("ranks-unplaced", command.line, ranks, str(nodes))
             elif each and each > 1 and (whole_number(ranks) or each + 1) <= each and starts_training(command):
                 yield Found("idle-nodes", command.line, nodes=str(nodes), program="mpiexec")
+        sets = next(option_values(before_program(words), ("-n", "--nrs")), "") if command.program == "jsrun" else ""
+        if sets == "1" and nodes > 1 and starts_training(command) and not command.background:
+            yield Found("idle-nodes", command.line, nodes=str(nodes), program="jsrun")
         if command.program == "jsrun" and computes:
             options = before_program(words)
             given = any(re.match(r"-g|--gpu_per_rs|-U|--erf_input|-S|--smpiargs", word) for word in options)

@@ -8,17 +8,21 @@ import shlex
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Literal
 
 from envbuild.jobcheck.lint.directives import Directive, ScriptFacts, option_values, whole_number
 from envbuild.jobcheck.lint.launch import Launch, find_launches, starts_training
-from envbuild.jobcheck.lint.shell import LAUNCHERS, SUBMITS, Command, Reader, Variables, commands_of
+from envbuild.jobcheck.lint.shell import LAUNCHERS, SUBMITS, WORDS, Command, Reader, Variables, commands_of
 
 PER_NODE = ("--ntasks-per-node", "--tasks-per-node")
 _MOST_PLACES = 1000  # texts to look for; a script of a person needs fewer than a hundred
 # A line of a template: ${NODES_OPTION}, {{ nodes }}, {% if nodes %}, {# nodes #}, {job.nodes}, @NODES@.
 _PLACEHOLDER = re.compile(
     r"\s*(?:\$\{?(?P<name>[A-Za-z_]\w*)\}?|\{\{.*\}\}|\{%.*%\}|\{#.*#\}|\{[A-Za-z_][\w.]*\}|@[A-Za-z_]\w*@)\s*"
+)
+_MISSING = re.compile(
+    r"\s*(?:el)?if [^!]{0,99}![^-\w]{0,3}(?:-[defxs] |(?:command -v|which|type|hash|pip3? show|python[\d.]* -c)\b)"
 )
 # What a program or a reader fills in, in a directive.
 _GAP = re.compile(r"\{\{|\{%|(?<!\$)\{[A-Za-z_][\w.]*\}|@[A-Za-z_]\w*@|<[A-Za-z][\w -]*>")
@@ -29,10 +33,7 @@ _GPUS = re.compile(
     r"(?<!per-)\b(?:gpus-per-node|(gpus-per-task)|gpu|ngpus|ngpus_excl_p|num)"
     r"(?::[\w.-]+)?[:=](?:[a-zA-Z][\w.-]*:)?(\d{1,4})\b"
 )
-_CRAY = re.compile(
-    r"\b(?:cray|craype|PrgEnv|hsn\d?|cxi|FI_CXI_\w+|LUMI|lumi(?:_\w+)?|(?:standard|small|dev)-g|singularity-AI-bindings"
-    r"|shifter)\b|filesystems="
-)
+_CRAY = re.compile("|".join(sorted(WORDS["cray_signs"])))
 
 _OF_JOB = re.compile(r"(?:--(?:output|error|job-name|export|signal|requeue|open-mode)\b|-[oeJ])")
 _SAYS = re.compile(r"\s*(?:#|(?:echo|printf)\b)")
@@ -282,6 +283,12 @@ def option_set(script: ParsedScript, pattern: str) -> bool:
     words = [word for command in script.commands if command.words[:1] == ("set",) for word in command.words[1:]]
     words += script.lines[0].split()[1:] if script.lines and script.lines[0].startswith("#!") else []
     return any(re.fullmatch(rf"(?:{pattern})\w*", word) for word in words)
+
+
+def guarded(script: ParsedScript, line: int) -> bool:
+    """Return whether a line runs only where a file, folder or program is missing."""
+    rows = takewhile(lambda text: not re.match(r"\s*(?:fi|else)\b", text), script.lines[line - 1 :: -1])
+    return "||" in script.lines[line - 1] or any(_MISSING.match(text) for text in rows)
 
 
 def _filled_in(line: str, assigned: Collection[str]) -> bool:

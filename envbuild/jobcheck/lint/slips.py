@@ -13,7 +13,7 @@ from typing import Literal
 from envbuild.jobcheck.lint.directives import option_values
 from envbuild.jobcheck.lint.launch import TRAINS
 from envbuild.jobcheck.lint.rendezvous import GIVEN, sets_elsewhere
-from envbuild.jobcheck.lint.script import ERREXIT, NOUNSET, Found, ParsedScript, option_set
+from envbuild.jobcheck.lint.script import ERREXIT, NOUNSET, Found, ParsedScript, guarded, option_set
 from envbuild.jobcheck.lint.shell import WORDS
 
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
@@ -22,7 +22,9 @@ _INTERPRETER = re.compile(r"#! ?/[ -~]+")
 _LABELS = re.compile(r"--(?:job-name|comment|mail-\w+)\b")
 _FETCHES = frozenset(["curl", "wget"])
 _SHELLS = frozenset(["bash", "sh", "zsh", "source", "."])
-_BARE = re.compile(r"\$(?:(LD_LIBRARY_PATH|PYTHONPATH|LD_PRELOAD)\b|\{(LD_LIBRARY_PATH|PYTHONPATH|LD_PRELOAD)\})")
+_BARE = re.compile(
+    r"(?<!\+)(?<!\+:)\$(\{)?(LD_LIBRARY_PATH|PYTHONPATH|LD_PRELOAD)(?(1)\}|\b)"
+)  # ${NAME:+:$NAME} is safe
 _OPTION = re.compile(r"--?[A-Za-z][\w-]*")
 _SETTING = re.compile(r"[a-z]\w*(?:\.\w+)+=|[\w-]+(?:/[\w-]+)+:/")
 _TORCHRUNS = re.compile(r"--(?:nproc[-_]per[-_]node|rdzv[-_](?:endpoint|backend|id)|standalone)(?:=.*)?", re.DOTALL)
@@ -40,9 +42,7 @@ _PRINTS = frozenset(["echo", "printf", ":", "cat", "[", "[[", "test", "read", "g
 _EXAMPLES = re.compile(r":[-?]|\b(?:mktemp|awk|jq|perl|sed|grep|read|[Uu]sage)\b|^\s*(?:[A-Z][a-z]+,? [a-z_]|[└├│])")
 _FOLDERS = re.compile("DIR|PATH|FOLDER|PROJECT|YOUR|WORK|REPO|HERE|ROOT|CODE")
 _MOST = 50  # values of a variable that are looked at
-_SINGLE = frozenset(
-    ["-C", "--constraint", "-p", "--partition", "-t", "--time", "--mem", "-N", "--nodes", "-n", "-c", "-A"]
-)
+_SINGLE = WORDS["single_directives"]
 _LONGEST = 200  # characters of a word with a placeholder
 # Directives whose values are names.
 _NAMED = (("--account", "-A", "-P"), ("--partition", "-p"), ("--qos", "-q"), ("--nodelist", "-w"), ("--reservation",))
@@ -140,7 +140,8 @@ def of_shell(script: ParsedScript) -> Iterator[Found]:
         read = two.program in _FETCHES and one.end == "(" and one.program in _SHELLS
         text = one.words[-1] if one.program in _SHELLS and "-c" in one.words else ""
         if piped or read or re.match(r"\$\((?:curl|wget) ", text):
-            yield Found("remote-code", one.line, (two if read else one).program)
+            level: Literal["", "hint"] = "hint" if guarded(script, one.line) else ""
+            yield Found("remote-code", one.line, (two if read else one).program, level=level)
     for launch in script.launches:
         late = [word for word in launch.rest[1:] if _TORCHRUNS.fullmatch(word) and word in launch.command.words]
         if late and launch.rest[0].endswith(".py") and launch.program == "torchrun":
@@ -157,7 +158,7 @@ def of_shell(script: ParsedScript) -> Iterator[Found]:
         if command.program in ("module", "ml", "source", "."):
             known.add("LD_LIBRARY_PATH")
         for match in () if command.file else _BARE.finditer(" ".join(command.texts)):
-            name = match[1] or match[2]
+            name = match[2]
             if name not in known:
                 known.add(name)
                 yield Found("unset-variable", command.line, name, level="" if script.facts else "hint")

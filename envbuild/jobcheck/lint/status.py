@@ -17,16 +17,8 @@ from envbuild.jobcheck.lint.shell import LAUNCHERS, SUBMITS, WORDS, Command
 _ENDS_WITH = re.compile(r"jswait\b|sleep (?:\d{4,}|\d+[hd]|inf)")
 _ON_EXIT = frozenset(["EXIT", "ERR", "0"])
 _MESSAGES = frozenset(["echo", "printf", "date", "hostname"])
-_FAILED = re.compile(
-    r"^echo (?:-e )?(?:no (?:gpu|cuda|device|data|config|arg)|error|fatal|cannot|missing)"
-    r"|\berror:|\b(?:not found|failed)\b",
-    re.IGNORECASE,
-)
-_FIRST_STEPS = re.compile(
-    r"prep|\bcp_|_to_te?mp|download|convert|tokeni|setup|set_up|install|stag(?:e|ing)|copy|build|cache|clean|extract|\blsb?_?cpu|--version"
-    r"|\bbash -l?c|\bls\b|\bmkdir\b|\bauth\b|enroot|\bpull\b|\btar\b|rsync|unzip|latbw|smi\b|\btest|hello|mps-control",
-    re.IGNORECASE,
-)
+_FAILED = re.compile("|".join(sorted(WORDS["error_messages"])), re.IGNORECASE)
+_FIRST_STEPS = re.compile("|".join(sorted(WORDS["first_steps"])), re.IGNORECASE)
 _LOOP = re.compile(r"\s*for\b(?! \w+ in [\w.'\"-]+ *(?:;|$))")  # of more than one run
 _RUNS = re.compile(r"\btorchrun\b|-m torch\.distributed\.(?:run|launch)\b|^(?:accelerate launch|deepspeed) ")
 _STARTS_RANKS = re.compile(
@@ -34,7 +26,7 @@ _STARTS_RANKS = re.compile(
 )
 _ASKED = re.compile(r"^\s*(?:if|elif|while|until|for|case)\b|\$\?|PIPESTATUS")
 _BRANCH = re.compile(r"^\s*(?:else|elif|esac|;;)|\$\?|\|\||PIPESTATUS", re.MULTILINE)
-_OPTION = re.compile(r"-|\W?$|[A-Za-z_]\w*=")
+_OPTION = re.compile(r"-|\W?$|[A-Za-z_]\w*=|wandb (?:offline|online|login|sync|off|on)\b")
 _TEED = re.compile(r"\b(?:python[\d.]*|torchrun|deepspeed|accelerate) [^|]{1,4000}\|&? *tee\b[^|;&]*$")
 _CHECKS = re.compile(r"\$\?|\|\||&&|\b(?:exit|break|wait|trap|PIPESTATUS)\b|&$", re.MULTILINE)
 
