@@ -21,7 +21,7 @@ from envbuild.base.files import parse_json
 from envbuild.base.text import normalise
 from envbuild.image.model import GOARCH
 from envbuild.imports.conda_files import conda_spec, read_conda_file
-from envbuild.imports.pip_files import Find, pip_words
+from envbuild.imports.pip_files import Find, last_installed, pip_words
 from envbuild.imports.pyproject import read_pyproject
 from envbuild.imports.statement import BRANCH, NOT_IN_IMAGE, NOT_TAKEN, Statement, lost, text_of
 from envbuild.recipe.targets import host_arch
@@ -33,6 +33,9 @@ _BASES = (
     re.compile(r"(?:docker\.io/)?rocm/pytorch:\S*_py(?P<python>3\.\d+)_\S*"),
     re.compile(r"(?:docker\.io/)?nvidia/cuda:\d+\.\d\S*"),
 )
+# Python in the tag of another base, and in the paths of its packages.
+_TAG_PYTHON = re.compile(r"(?<![A-Za-z0-9])py(?:thon)?-?3\.?(\d{1,2})(?![\d])")
+_PATH_PYTHON = re.compile(r"/(?:usr/local|usr|opt/conda|opt/venv)/lib/python3\.(\d+)/(?:dist|site)-packages")
 # $NAME, ${NAME}, ${NAME:-default} and ${NAME:+alternative}; a backslash keeps the dollar.
 _VARIABLE = re.compile(r"(?<!\\)\$(?:(\w+)|\{(\w+)(?::?([-+])([^{}$]*))?\})")
 _HEREDOC = re.compile(r"<<-?\s*[\"']?([A-Za-z_]\w*)[\"']?")
@@ -132,12 +135,19 @@ def read_dockerfile(path: Path) -> Iterator[Statement]:
         copied += [
             other for other in (*source_stage.copied, source_stage.above) if other is not None and other not in copied
         ]
+    statements: list[Statement] = []
     for stage in stages:
         for statement in stage.statements:
             if stage in whole or (stage in copied and (statement.kind in _OF_ENVIRONMENT or statement.reason)):
-                yield statement
+                statements.append(statement)
             else:
-                yield replace(statement, reason=NOT_IN_IMAGE)
+                statements.append(replace(statement, reason=NOT_IN_IMAGE))
+    yield from last_installed(statements)
+    used = [statement for statement in statements if statement.reason != NOT_IN_IMAGE]
+    if not any(statement.kind == "python" for statement in used):
+        paths = ((_PATH_PYTHON.search(statement.text), statement.place) for statement in used)
+        if found := next(((match[1], place) for match, place in paths if match), None):
+            yield Statement("python", f"==3.{found[0]}.*", found[1])
 
 
 def _from(rest: str, place: str, stages: list[_Stage]) -> _Stage:
@@ -250,6 +260,9 @@ def _values(text: str, variables: Mapping[str, str]) -> dict[str, str]:
 def _base(image: str, place: str) -> Iterator[Statement]:
     match = next((known for pattern in _BASES if (known := pattern.fullmatch(image))), None)
     about = match.groupdict() if match else {}
+    tag = image.rpartition(":")[2] if ":" in image else ""
+    if "python" not in about and (python := _TAG_PYTHON.search(tag)):
+        yield Statement("python", f"==3.{python[1]}.*", place)
     if "python" in about:
         yield Statement("python", f"=={about['python']}.*", place)
         if match and match.re is _BASES[0]:

@@ -14,8 +14,12 @@ import re
 import shlex
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
 
 from envbuild.base.errors import UsageError
 from envbuild.base.text import normalise
@@ -25,6 +29,7 @@ from envbuild.imports.statement import (
     SOURCE,
     TOOL,
     Statement,
+    contradict,
     for_linux,
     git_address,
     lost,
@@ -36,6 +41,10 @@ from envbuild.recipe.targets import accelerator_of
 
 HASHES = "hashes: `envbuild lock` writes those of the same versions"
 _UNKNOWN = "pip and uv have no such option, so the words after it may be values or packages: correct it"
+_NO_DEPENDENCIES = frozenset(("--no-deps", "--no-dependencies"))
+_APART = (
+    "installed without its dependencies, which may contradict the other packages: add it if `envbuild lock` accepts it"
+)
 # What the options mean that name packages or indexes.
 _FILES = {"--requirement": "requirement", "--requirements": "requirement", "--constraint": "constraint"} | {
     "--constraints": "constraint"
@@ -86,11 +95,12 @@ def pip_words(
     words: list[str], place: str, find: Find, kind: str = "requirement", seen: tuple[Path, ...] = ()
 ) -> Iterator[Statement]:
     """Yield the statements of the arguments of `pip install`; arguments as in `pip_line`."""
-    left = deque(words)
+    left, alone = deque(words), not _NO_DEPENDENCIES.isdisjoint(words)
     while left:
         word = left.popleft()
         if not re.match(r"-[-\w]", word):
-            yield Statement(kind, _named(word), place)
+            is_apart = alone and "==" in word and not re.match(r"torch(?![\w-])", word)
+            yield Statement(kind, _named(word), place, reason=_APART if is_apart else "")
             continue
         name, equals, value = word.partition("=")
         if not word.startswith("--"):  # -rFILE, -qU
@@ -148,6 +158,34 @@ def _valued(
         yield Statement(kind, _named(value) if "://" in value else text, place)
     elif option not in _without_effect():
         yield lost(text, place, "an option of pip")
+
+
+def last_installed(statements: list[Statement]) -> Iterator[Statement]:
+    """Yield the statements; of contradicting requirements of several instructions, the last one replaces the others."""
+    later: dict[str, list[tuple[Statement, SpecifierSet]]] = {}
+    kept: list[Statement] = []
+    for statement in reversed(statements):
+        try:
+            requirement = Requirement(statement.text) if statement.kind == "requirement" else None
+        except InvalidRequirement:
+            requirement = None
+        if requirement and not (statement.reason or statement.group or requirement.marker or requirement.url):
+            others = later.setdefault(normalise(requirement.name), [])
+            winner = next(
+                (
+                    other
+                    for other, specifier in others
+                    if other.place != statement.place and contradict(specifier, requirement.specifier)
+                ),
+                None,
+            )
+            if winner is None:
+                others.append((statement, requirement.specifier))
+            else:
+                reason = f"a later `pip install` replaces it: {winner.text} at {winner.place}"
+                statement = replace(statement, reason=reason)
+        kept.append(statement)
+    yield from reversed(kept)
 
 
 @functools.cache

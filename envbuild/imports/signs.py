@@ -133,7 +133,11 @@ def published(tag: str, torch: Collection[SpecifierSet], arch: str) -> str:
     rows = tuple(row for row in rows if row.arch == arch and row.cuda and any(_accepted(torch, row.versions)))
     older = not rows or any(_accepted(torch, f"<{min(map(_first, load_rows().torch))}"))
     is_open = older or not all(row.complete for row in rows)
-    if version in {version_of_row for row in rows for version_of_row in row.cuda} or (is_open and version in indexes):
+    if family.name == "cuda" and arch == "x86_64" and (earlier := _earlier(torch)):
+        if version in earlier:
+            return tag
+        rows, indexes = (), earlier
+    elif version in {version_of_row for row in rows for version_of_row in row.cuda} or (is_open and version in indexes):
         return tag
     major = version.partition(".")[0]
     lists = [row.cuda for row in reversed(rows)] if rows else [indexes]  # the newest torch with this major version
@@ -162,6 +166,13 @@ def _accepted(torch: Collection[SpecifierSet], versions: str) -> Iterator[str]:
     """Yield the releases of torch within `versions` that all specifiers accept; local versions do not count."""
     specifiers = [SpecifierSet(re.sub(r"[+][^,;]*", "", str(specifier))) for specifier in (*torch, versions)]
     yield from (release for release in _RELEASES if all(release in specifier for specifier in specifiers))
+
+
+def _earlier(torch: Collection[SpecifierSet]) -> list[str]:
+    """Return the CUDA versions of an old torch release if the specifiers accept no other, else []."""
+    known: dict[str, list[str]] = load_table("gpu_signs")["earlier"]
+    releases = {release.rpartition(".")[0] for release in _accepted(torch, ">=0")} if torch else set()
+    return known.get(releases.pop(), []) if len(releases) == 1 else []
 
 
 def _first(row: TorchBuild) -> Version:
@@ -201,7 +212,10 @@ def gpu_note(signs: Sequence[GpuSign], targets: Sequence[Target], tags: Sequence
     ]
     if not missing:
         return ""
-    sign = next((gpu_sign for gpu_sign in missing if gpu_sign.version), missing[0])
+    missing.sort(
+        key=lambda gpu_sign: (not gpu_sign.version, gpu_sign.known)
+    )  # a package of CUDA tells less than a name
+    sign = missing[0]
     names = ", ".join(target.name for target in targets)
     head = (
         f"the sources name {'GPUs' if sign.known else sign.family}, and the recipe is for {names}: {_named(missing)}."

@@ -135,6 +135,15 @@ def split_extras(marker: str) -> tuple[str, str]:
     return kept, " ".join(dict.fromkeys(names))
 
 
+def contradict(one: SpecifierSet, other: SpecifierSet) -> bool:
+    """Return whether a version that one of two specifiers pins is not accepted by the other one."""
+    return any(
+        part.operator == "==" and "*" not in part.version and not second.contains(part.version, prereleases=True)
+        for first, second in ((one, other), (other, one))
+        for part in first
+    )
+
+
 def lost(text: object, place: str, reason: str, group: str = "") -> Statement:
     """Return a statement that is not carried, with the reason."""
     return Statement("lost", " ".join(str(text).split()), place, group, reason=reason)

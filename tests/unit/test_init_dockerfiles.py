@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from lab.drafts import draft_of
 
+from envbuild.imports import read_source
+from envbuild.imports.compose import compose
 from envbuild.imports.statement import Draft
 from envbuild.recipe.model import Recipe
 
@@ -280,3 +282,29 @@ def test_the_requirements_of_a_project_that_pip_installs_are_the_images(context:
     reasons = {one.text: one.reason for one in draft.lost}
     assert reasons["sphinx"].endswith("--extra docs") and "own code belongs" in reasons["-e .[speed]"]
     assert read(context, text.replace("COPY . .", "COPY src src"))[1].requirements == ()
+
+
+def test_the_last_pip_install_of_a_dockerfile_decides(tmp_path: Path) -> None:
+    path = tmp_path / "Dockerfile"
+    path.write_text(
+        "FROM vendor.example/tool:2.1-py310-u22\nRUN pip install 'rich>=13' attrs==22.1.0\n"
+        "RUN pip install rich==12.6.0\nRUN pip install --no-deps torch==2.1.0 idna==3.1\n"
+        "ENV CUDA_VERSION=12.4\n"
+    )
+    statements = list(read_source(path))
+    assert {statement.text for statement in statements if statement.kind == "requirement" and not statement.reason} == {
+        "attrs==22.1.0",
+        "rich==12.6.0",
+        "torch==2.1.0",
+    }
+    assert "rich==12.6.0" in next(statement.reason for statement in statements if statement.text == "rich>=13")
+    draft = compose("x", statements, target=None)
+    assert draft.data["python"] == "3.10"
+    assert next(iter(draft.data["targets"])).startswith("cu121-")
+    assert "PyTorch has no build of torch for CUDA 12.4" in draft.warning
+
+
+def test_the_name_of_a_file_names_the_accelerator(tmp_path: Path) -> None:
+    (tmp_path / "hpu.txt").write_text("triton==3.1.0\n")
+    warning = compose("x", list(read_source(tmp_path / "hpu.txt"))).warning
+    assert "envbuild has no target for Intel Gaudi" in warning and "choose" not in warning
