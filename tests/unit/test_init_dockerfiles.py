@@ -308,3 +308,9 @@ def test_the_name_of_a_file_names_the_accelerator(tmp_path: Path) -> None:
     (tmp_path / "hpu.txt").write_text("triton==3.1.0\n")
     warning = compose("x", list(read_source(tmp_path / "hpu.txt"))).warning
     assert "envbuild has no target for Intel Gaudi" in warning and "choose" not in warning
+
+
+def test_triton_of_an_index_that_is_left_out_is_no_requirement(tmp_path: Path) -> None:
+    (tmp_path / "needs.txt").write_text("pytorch-triton-xpu==3.3.0\nattrs\n")
+    draft = compose("x", list(read_source(tmp_path / "needs.txt")))
+    assert draft.data["requirements"] == ["attrs"] and "Intel XPU" in draft.warning
