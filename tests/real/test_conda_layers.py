@@ -239,7 +239,7 @@ def test_a_wheel_that_would_replace_a_file_of_conda_is_refused_and_both_named(tm
     store = Store(tmp_path / "store")
     with (
         linked([located(package(tmp_path, [item], name="conda-tool"))], store) as packages,
-        pytest.raises(BuildError, match=r"tool 2.0, which pip adds.* package conda-tool: /opt/env/lib"),
+        pytest.raises(BuildError, match=r"tool 2.0, installed by pip.* package conda-tool: /opt/env/lib"),
     ):
         check_paths([], wheels, packages.packages, SCHEME, store)
 

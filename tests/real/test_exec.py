@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_said_before_the_program_starts(
         (("--bind", f"{tmp_path}:/secret/x"), 2, "/secret of the image is a file"),
         (("--bind", f"{tmp_path}/absent"), 2, "there is no"),
         (("--bind", f"{tmp_path}:relative"), 2, "is not HOST[:PLACE][:ro]"),
-        (("--workdir", "/absent"), 2, "no working folder in the image: /absent"),
+        (("--workdir", "/absent"), 2, "the image does not have this working folder: /absent"),
         (("--runtime", "docker"), 2, "unknown runtime 'docker'"),
         (("--env", "=x"), 2, "is not NAME or NAME=VALUE"),
     ):

@@ -74,7 +74,7 @@ def test_refusals(envbuild: Command, pt_cpu: dict[str, Any]) -> None:
         ((pt_cpu["path"], "gone.py", "--steps", "2"), "there is no script gone.py in "),
         ((pt_cpu["path"], "--script", "a.py", "--module", "a"), "--script and --module are two programs"),
         ((pt_cpu["path"], "--bind", "/", "--", "true"), "--bind and --runtime are for images"),
-        ((pt_cpu["path"], "--nodes", "1", "--workdir", "/", "--", "true"), "this starts ranks"),
+        ((pt_cpu["path"], "--nodes", "1", "--workdir", "/", "--", "true"), "this command starts ranks"),
         (("nothing-of-that-name", "--module", "a"), "nothing-of-that-name is neither an artifact nor a recipe"),
     ):
         done = envbuild("run", *words)

@@ -235,7 +235,7 @@ def test_the_same_sources_and_packages_give_the_same_layer_in_another_store(
     done = small(*line, "--locked", ENVBUILD_STORE=str(other))
     assert done.returncode == 0, done.stderr
     second = json.loads(done.stdout)["layers"][0]
-    assert "the builder of" in done.stderr and "greet 1.0: configure" in done.stderr
+    assert "the builder image of" in done.stderr and "greet 1.0: configure" in done.stderr
     assert second["path"].startswith(str(other)) and second["digest"] == first["digest"]
     assert second["files"] == first["files"]
 
@@ -278,7 +278,7 @@ def test_another_processors_layers_are_asked_of_a_node_that_has_it(small: Comman
     assert (place / f"cpu-{OTHER}.build.toml").is_file()
     assert small("lock", "small", "--target", f"cpu-{OTHER}", "--check").returncode == 0
     done = small(*line, "--locked")
-    assert done.returncode == 6 and f"has not all of greet for {OTHER}" in done.stderr
+    assert done.returncode == 6 and f"lacks some of greet for {OTHER}" in done.stderr
     assert "envbuild layers" in done.stderr and not (tmp_path / "image").exists()
     (place / f"cpu-{OTHER}.build.toml").unlink()
     assert small("lock", "small", "--target", f"cpu-{OTHER}", "--check").returncode == 3
