@@ -168,7 +168,7 @@ def test_a_job_that_a_later_attempt_ended_well_has_no_cause() -> None:
     good = ["I torch/distributed/elastic/agent/server/api.py:889] [default] worker group successfully finished."]
     assert told(*failed, *tail, *good) == []
     assert told(*failed, *tail, *[_EPOCH] * 12) == []
-    assert told("*** JOB 1 ON n1 CANCELLED AT 2026 DUE TO JOB REQUEUE ***", *tail, *good) == ["requeued"]
+    assert told("*** JOB 1 ON n1 CANCELLED AT 2026 DUE TO JOB REQUEUE ***", *tail, *good) == []
     # Of the attempt that ended the job, each line counts.
     assert told(*failed, *[_EPOCH] * 12, *tail)[0] == "worker-killed"
     assert told(*failed, _EPOCH, *tail, _EPOCH)[0] == "node-failure"
@@ -3000,6 +3000,56 @@ def test_the_logs_of_one_job_in_a_folder_belong_together(tmp_path: Path) -> None
     (tmp_path / "ddp_1001.out").write_text("x\n")
     done = CliRunner().invoke(diagnose_command, [str(tmp_path), "--json"])
     assert json.loads(done.stdout)["findings"][0]["id"] == "run-ids-differ"
+
+
+@pytest.mark.parametrize(
+    ("lines", "causes"),
+    [
+        (["SafetensorError: Error while serializing: I/O error: No space left on device (os error 28)"], ["disk-full"]),
+        (
+            [
+                "prog: No kernel image is available for execution on the device",
+                "prog: a.c:9: die: Assertion `0' failed.",
+            ],
+            [],
+        ),
+        (
+            [
+                "srun: error: Munge decode failed: Expired credential",
+                "srun: error: slurm_receive_msg: Zero Bytes were transmitted or received",
+            ],
+            ["slurm-munge"],
+        ),
+        (["train.sh: line 4: module: command not found", "ImportError: No module named apex"], ["module-command"]),
+        (["s1: Job;12.s1;Job deleted at request of eva@login2"], ["pbs-ended"]),
+        (["Job exceeded its walltime limit", "Job deleted at request of eva@login2"], ["time-limit"]),
+        (["*** JOB 8 ON n4 CANCELLED AT 2026-01-02T03:04:05 DUE TO JOB REQUEUE ***"], ["requeued"]),
+        (
+            [
+                "srun: error: Unable to confirm allocation for job 7: Unable to contact slurm controller (connect failure)"
+            ],
+            ["slurm-unreachable"],
+        ),
+        (["Fatal error in MPI_Init: Other MPI error, error stack:", "MPIDI_OFI_x(7): OFI map of addresses failed"], []),
+    ],
+)
+def test_a_wider_reading_of_a_line_is_no_second_cause(lines: list[str], causes: list[str]) -> None:
+    found = diagnose([("log", lines)], load_rules()).findings
+    assert [one.id for one in found if one.kind == "cause"] == causes
+
+
+def test_the_relayed_exception_is_shown_with_a_trace_that_was_cut() -> None:
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "main.py", line 3, in <module>',
+        "    ray.get(job)",
+        "ray.exceptions.RayTaskError(OutOfMemoryError): ray::Actor.step() (pid=7)",
+        '  File "actor.py", line 9, in step',
+        "    self.update()",
+        '  File "actor.py", line 12, in update',
+    ]
+    words = [one.text for one in diagnose([("log", lines)], load_rules()).exception]
+    assert any("RayTaskError(OutOfMemoryError)" in text for text in words)
 
 
 def test_the_command_shows_the_exception_of_the_program(tmp_path: Path) -> None:

@@ -217,7 +217,9 @@ class Exceptions:
         late = frames is not None and self.best.weight <= Weight.REFUSAL and self.best.order < self._begun
         if frames is None or (self.best.weight > Weight.FRAME and not late):
             return self.best
-        return Words(Weight.FRAME, tuple(dict.fromkeys((*frames.own, *frames.last))), self._begun)
+        # The exception of another process names the class of the one whose traceback was cut.
+        relayed = self.best.lines if self.best.weight == Weight.RELAY else ()
+        return Words(Weight.FRAME, tuple(dict.fromkeys((*relayed, *frames.own, *frames.last))), self._begun)
 
     def read(self, line: Line, before: str, order: int, marks: Collection[Hashable]) -> None:
         """Read the next line, which follows the line `before` of its file and has `marks`."""

@@ -409,6 +409,9 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Diagnosi
     if shown:
         held = [_without_claim(rule, found, words) for rule, found in held]
         held.sort(key=lambda one: (KINDS.index(one[1][1].kind), -one[0].rank, one[1][0]))
+    if any(finding.kind == "cause" for _, (_, finding) in held[1:]):
+        held = _without_repetitions(held, words)
+        held.sort(key=lambda one: (KINDS.index(one[1][1].kind), -one[0].rank, one[1][0]))
     if held and (held[0][1][1].kind == "cause" or held[0][0].rank > _CONSEQUENCE):
         explains = [n for n, (rule, _) in enumerate(held) if words.marks.intersection((*rule.any, *rule.all))]
         if shown and explains:
@@ -434,6 +437,31 @@ def _without_claim(
     regex = SURVIVED if rule.passes else WARNING
     survived = all(regex.search(evidence.text) or WARNING.search(evidence.text) for evidence in finding.evidence)
     return rule, (order, replace(finding, kind="symptom") if survived else finding)
+
+
+def _without_repetitions(
+    held: Sequence[tuple[DiagnosisRule, tuple[int, DiagnosisFinding]]], words: Words
+) -> list[tuple[DiagnosisRule, tuple[int, DiagnosisFinding]]]:
+    """Return causes as symptoms if they read the line or the exception of a cause before them once more, or follow it.
+
+    The line of a full disk is also that of the library that could not write; only the first reading is proved.
+    """
+    causes: list[tuple[DiagnosisRule, DiagnosisFinding]] = []
+    result = []
+    for rule, (order, finding) in held:
+        if finding.kind == "cause":
+            marks = words.marks.intersection((*rule.any, *rule.all))
+            again = any(
+                before.id in rule.follows
+                or finding.evidence[:1] == earlier.evidence[:1]
+                or set(finding.evidence) <= set(earlier.evidence)
+                or (marks and words.marks.intersection((*before.any, *before.all)))
+                for before, earlier in causes
+            )
+            causes.append((rule, finding))
+            finding = replace(finding, kind="symptom") if again else finding
+        result.append((rule, (order, finding)))
+    return result
 
 
 def _comes_before(rule: DiagnosisRule, found: tuple[int, DiagnosisFinding], words: Words) -> bool:

@@ -77,6 +77,7 @@ class DiagnosisRule:
     before: tuple[LinePattern, ...] = ()
     passes: bool = False
     general: bool = False
+    follows: tuple[str, ...] = ()
     alone: str = ""
     every: str = ""
     counts: tuple[Count, ...] = ()
@@ -104,7 +105,7 @@ def _rule(row: Mapping[str, Any]) -> DiagnosisRule:
     own = {key: value for key, value in row.items() if key not in ("where", "date")}
     patterns = {key: tuple(map(_pattern, row.get(key, ()))) for key in _PATTERNS}
     counts = tuple(Count(**{**one, "line": _pattern(one["line"])}) for one in row.get("counts", ()))
-    return DiagnosisRule(**{**own, **patterns, "counts": counts})
+    return DiagnosisRule(**{**own, **patterns, "counts": counts, "follows": tuple(row.get("follows", ()))})
 
 
 @functools.cache
