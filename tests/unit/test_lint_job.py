@@ -127,6 +127,12 @@ INFINIBAND = on_pods("command: [torchrun, t.py]").replace(
 )
 
 
+def test_a_launcher_alone_and_variables_of_the_shell_itself_are_no_fault() -> None:
+    assert "head-only" not in ids(SLURM + "time srun \nsrun python train.py\n")
+    assert "variable-unset" not in ids(CLEAN + 'echo "$SECONDS s"\nwhile getopts n: flag; do nodes=$OPTARG; done\n')
+    assert "variable-unset" in ids(CLEAN + 'echo "$ELAPSED s"\n')
+
+
 def test_a_script_without_faults_has_none() -> None:
     assert ids(CLEAN) == []
     assert ids(f"{PBS}mpiexec --hostfile $PBS_NODEFILE {RUN} /data/train.py\n") == []

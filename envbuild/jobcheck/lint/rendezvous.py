@@ -34,7 +34,7 @@ _READS = frozenset(["read", "mapfile", "readarray", "source", ".", "eval"])
 _ENVIRONMENT = re.compile(r"bin/activate$|^activate$|conda\.sh$|etc/profile|bashrc$|modules\.sh$")
 _MOST_LINES = 100  # of one command
 # Variables of schedulers and of users' environments.
-GIVEN = re.compile(r"(?:SLURM|SALLOC)\w*|PBS\w*|LSB\w*|PMI\w*|OMPI\w*|HOSTNAME|HOME|USER|PWD|RANDOM|PET_\w+")
+GIVEN = re.compile(r"(?:SLURM|SALLOC|PBS|LSB|PMI|OMPI)\w*|HOSTNAME|HOME|USER|E?UID|PWD|RANDOM|SECONDS|OPTARG|PET_\w+")
 # A list of nodes, whole or in Slurm's short form, and what takes one name out of it.
 _LIST = re.compile(r"\bSLURM_(?:JOB_)?NODELIST\b|\bPBS_NODEFILE\b|scontrol show hostnames?\b")
 _SHORT = re.compile(r"\bSLURM_(?:JOB_)?NODELIST\b")

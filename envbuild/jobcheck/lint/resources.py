@@ -89,7 +89,7 @@ def _is_step(command: Command) -> bool:
         or command.started_by
         or command.file
         or command.words[-1].startswith("-")
-        or "[@]}" in command.words[1]
+        or "[@]}" in " ".join(command.words[1:2])
         or any(PREPARES.fullmatch(posixpath.basename(word)) for word in command.words)
     )
 
