@@ -295,6 +295,15 @@ def test_what_ended_a_job_is_its_cause(lines: list[str], cause: str) -> None:
     assert told(*lines)[0] == cause
 
 
+def test_the_name_of_an_error_that_begins_like_another_ones_is_not_its() -> None:
+    lines = [
+        "RuntimeError: HIP error: invalid device function",
+        "Search for `hipErrorInvalidDeviceFunction' in its docs.",
+    ]
+    assert told(*lines) == ["gpu-architecture"]
+    assert told("RuntimeError: CUDA_ERROR_INVALID_DEVICE") == ["gpu-ordinal"]
+
+
 _QUOTED = "[rank0]: Last error:"
 
 
