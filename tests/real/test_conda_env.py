@@ -299,7 +299,7 @@ def test_wheels_are_added_beside_condas_packages(lab: Lab, conda_channel: Channe
 @pytest.mark.parametrize(
     ("name", "files", "said"),
     [
-        ("labtool", {}, "conda packages bring labtool 1.1"),
+        ("labtool", {}, "pip would replace labtool 1.1"),
         ("other", {"labtool.py": b"x = 1\n"}, "lib/python3.11/site-packages/labtool.py of conda package labtool-1.1"),
         ("other", {"other-1.0.data/scripts/labdata": b"#!python\n"}, "bin/labdata of conda package labdata-1.0-0"),
     ],
@@ -469,7 +469,7 @@ def test_a_damaged_archive_in_the_store_is_fetched_again(
 def test_a_package_that_is_another_than_locked_is_refused(lab: Lab, conda_channel: Channel) -> None:
     plan = plan_of(conda_channel)
     wrong = tuple(replace(p, version="9.9") if p.name == "labtool" else p for p in plan.conda)
-    with pytest.raises(BuildError, match=r"it is labtool 1\.1 pyhlab_0, but the lock names labtool-9\.9"):
+    with pytest.raises(BuildError, match=r"contains labtool 1\.1 pyhlab_0, but the lock names labtool-9\.9"):
         lab.build(replace(plan, conda=wrong))
 
 

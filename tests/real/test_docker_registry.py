@@ -288,7 +288,7 @@ def test_local_images_serve_as_bases(small: Command, docker_daemon: Lab, source:
         small.json("docker", "small", "--no-verify", "--no-bytecode", "--out", out, **NO_DAEMON)
         store = {"ENVBUILD_STORE": str(tmp_path / "empty")}
         refused = small("docker", "above", "--locked", "--no-verify", "--out", "oci:x", **store)
-        assert refused.returncode == 4 and "locked is sha256:" in refused.stderr, refused.stderr
+        assert refused.returncode == 4 and "but the lock names sha256:" in refused.stderr, refused.stderr
 
 
 def _place(source: str) -> str:
