@@ -150,9 +150,7 @@ def exec_image(
     host cannot start it.
     """
     if runtime not in RUNTIMES:
-        fault = (
-            f"{runtime} starts ranks, not one program" if runtime in names() else f"no runtime is called {runtime!r}"
-        )
+        fault = f"{runtime} starts ranks, not one program" if runtime in names() else f"unknown runtime {runtime!r}"
         raise UsageError(fault, f"one of {', '.join(RUNTIMES)}")
     accelerator = next(
         (accelerator for accelerator in gpu_families() if any(Path("/dev").glob(accelerator.probe))), CPU

@@ -312,8 +312,8 @@ def _problem(statement: Statement, groups: set[str]) -> str | None:
         other = re.search(r"sys_platform|platform_system|platform_machine|os_name", marker)
         return OTHER_SYSTEM if other else f"not for Python {PYTHONS[0]} to {PYTHONS[-1]}"
     tags = _LOCAL.findall(statement.text) if statement.kind in _REQUIREMENTS else ()
-    if statement.kind in _REQUIREMENTS and _project(statement) == "pytorch-triton-xpu":  # its index is left out, too
-        return _NO_TARGET
+    if statement.kind in _REQUIREMENTS and _project(statement) in ("pytorch-triton-xpu", "triton-xpu"):
+        return _NO_TARGET  # its index is left out, too
     if any(tag in _OTHER_TAGS for tag in tags) and not _PYTORCH.match(statement.text):
         return _NO_TARGET
     if statement.text.count(".") > 63:

@@ -130,8 +130,8 @@ def resolve(
                 + "".join(f"\n  {note}" for note in notes),
                 uv.hint(done.stderr, requirements, table.requirements, command, unreached=bool(notes)),
             )
-        text = uv.pylock.read_text(encoding="utf-8")
-        rows = [row for row in tomllib.loads(text).get("packages", []) if normalise(row["name"]) not in provided]
+        pylock = uv.pylock.read_text(encoding="utf-8")
+        rows = [row for row in tomllib.loads(pylock).get("packages", []) if normalise(row["name"]) not in provided]
         rows.sort(key=lambda row: str(row["name"]))
         own = [row for row in rows if normalise(row["name"]) in sources.builds]
         packages = tuple(locked_wheels(row, python, platform, str(recipe.path)) for row in rows if row not in own)
@@ -156,9 +156,9 @@ def resolve(
         notes += age_notes(offers, {package.name: package.version for package in of_indexes})
     check_accelerator(target, packages, str(recipe.path))
     locked = {*(package.name for package in every), *provided}
-    for text in recipe.recipe.overrides:
-        if requirement_parts(text)[0] not in locked:
-            notes.append(f"note: the override {text} has no effect for {target.name}: no package needs it")
+    for override in recipe.recipe.overrides:
+        if requirement_parts(override)[0] not in locked:
+            notes.append(f"note: the override {override} has no effect for {target.name}: no package needs it")
     lock = Lock(
         recipe.recipe.name,
         target.name,
@@ -172,7 +172,7 @@ def resolve(
         ages.kept,
     )
     summary = f"{len(packages)} packages" + (f", {len(built)} to build from source" if built else "")
-    return Resolved(lock, summary, sources.published(text), notes, ages.notes())
+    return Resolved(lock, summary, sources.published(pylock), notes, ages.notes())
 
 
 def _too_new(

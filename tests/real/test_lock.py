@@ -141,7 +141,9 @@ def test_an_override_replaces_what_packages_ask_for_in_lock_and_report(lab: Comm
     assert pins(lock_text(lab, "over")) == ["alpha==1.0", "beta==1.0"] and "override" not in lock_text(lab, "over")
     make_recipe(lab.folder / "recipes", "over", ["alpha"], extra='overrides = ["beta>=2,<3", "gamma==1"]')
     assert lab("lock", "over", "--wheels", "--check").returncode == 3
-    done = lab("lock", "over", "--wheels", "--report", "report.md")
+    done = lab("lock", "over", "--wheels", "--report", "report.md", "--export", "pylock")
+    for pylock in lab.folder.glob("pylock.*.toml"):
+        assert {row["version"] for row in tomllib.loads(pylock.read_text())["packages"]} == {"1.0", "2.0"}
     assert done.returncode == 0 and "the override gamma==1 has no effect for cpu-x86_64" in done.stderr, done.stderr
     text = lock_text(lab, "over")
     assert pins(text) == ["alpha==1.0", "beta==2.0"] and "# override: beta>=2,<3\n# override: gamma==1\n" in text
