@@ -44,6 +44,7 @@ from envbuild.compat.rows import matches as allows
 from envbuild.contract.installed import HostFiles
 from envbuild.data import load_table
 from envbuild.environment import Environment
+from envbuild.interpreter import minor_of
 from envbuild.lock.format import Lock
 from envbuild.lock.offers import releases_of, tag_set
 from envbuild.recipe.load import LoadedRecipe
@@ -70,7 +71,7 @@ _OF_TORCH = re.compile(r"lib(?:torch|c10)\w*\.so")
 _BASE = re.compile(r"(GLIBCXX|CXXABI)_([0-9]+(?:\.[0-9]+)*)")
 # Releases that `suggest` reads at most, and wheels that are read at the same time.
 _RELEASES, _AT_ONCE = 12, 8
-# Bytes that `lock` reads at most for the extensions of a lock.
+# The most bytes that `lock` reads from servers for the extensions of one lock.
 LOCK_BYTES = 256 << 20
 # Older files in archives have the time of a reproducible build.
 _FIRST_DATE = "2021"
@@ -80,7 +81,7 @@ _UNREADABLE = (RequestFailed, OSError, EnvbuildError, zipfile.BadZipFile, zlib.e
 
 
 class _TooMuch(Exception):
-    """More bytes would have to be read than allowed."""
+    """The limit of bytes to read is exceeded."""
 
 
 @dataclass
@@ -520,13 +521,9 @@ def _wheel_urls(pylock: str) -> Iterator[tuple[str, tuple[str, str]]]:
                 yield sha256, (wheel.get("name") or posixpath.basename(url), url)
 
 
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
-
-
 def _is_pinned(wheel: WheelTables, torch: str) -> bool:
     """Return whether the metadata of an extension require a release of the minor series of this torch."""
-    return any(text.startswith("==") and _minor(text[2:].strip()) == _minor(torch) for text in wheel.torch)
+    return any(text.startswith("==") and minor_of(text[2:].strip()) == minor_of(torch) for text in wheel.torch)
 
 
 def _other_builds(wheel: WheelTables, torch: WheelTables, arch: str) -> tuple[list[str], list[str]]:
@@ -537,7 +534,7 @@ def _other_builds(wheel: WheelTables, torch: WheelTables, arch: str) -> tuple[li
     """
     if _is_pinned(wheel, torch.version):
         return [], []
-    minor = _minor(torch.version)
+    minor = minor_of(torch.version)
     if wrong := next((text for text in wheel.torch if text and allows(torch.version, text) is False), ""):
         return [f"it is built for another torch: its metadata require torch{wrong}"], []
     rows = [row.date for row in load_rows().releases if row.arch == arch and row.version.startswith(f"{minor}.")]
@@ -565,7 +562,7 @@ def _loadable(paths: Iterable[str], python: str, torch: str) -> list[str]:
     versions = {
         path: f"{match[1]}.{match[2]}" for path in own if (match := _FOR_TORCH.search(posixpath.basename(path)))
     }
-    minor = _minor(torch)
+    minor = minor_of(torch)
     return [path for path in own if minor not in versions.values() or versions.get(path) in (None, minor)]
 
 
