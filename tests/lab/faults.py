@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import struct
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+
+from lab.command_server import CommandServer, start_server
 
 SOURCE = Path(__file__).with_name("fault_injector.c")
-SERVER = Path(__file__).with_name("fault_server.py")
 TIMEOUT_S = 60.0
 _CONTROL = struct.Struct("qqiiiiq32s1024s256s")
 # The faults of reads: that of a change, by a read. They are walked where they are asked for.
@@ -59,7 +57,7 @@ def missing() -> str | None:
 class Commands:
     """envbuild's commands in `folder`; what they change below `root` is counted."""
 
-    server: subprocess.Popen[str]
+    server: CommandServer
     control: Path
     root: Path
     env: Mapping[str, str]
@@ -77,21 +75,10 @@ class Commands:
         with self.control.open("r+b") as stream:  # never shorter: it is mapped
             stream.write(_CONTROL.pack(0, number if fault else 0, kind, stays, 0, 0, reads, b"", b"", only.encode()))
         output = self.control.with_name("output")
-        request = {
-            "arguments": [str(one) for one in arguments],
-            "folder": str(folder),
-            "env": dict(self.env),
-            "output": str(output),
-            "timeout_s": TIMEOUT_S,
-        }
-        stdin, stdout = _streams(self.server)
-        stdin.write(json.dumps(request) + "\n")
-        stdin.flush()
-        answer = stdout.readline()
-        assert answer, f"the server ended with {self.server.wait()}"
+        output.write_bytes(b"")
+        child, status = self.server.run(arguments, folder, self.env, output, output, TIMEOUT_S)
         calls, _, _, _, hit, pid, _, call, path, _ = _CONTROL.unpack(self.control.read_bytes())
         text = [part.rstrip(b"\0").decode(errors="replace") if hit else "" for part in (call, path)]
-        child, status = json.loads(answer)
         return Ran(status, output.read_text(errors="replace"), calls, text[0], text[1], bool(hit) and pid != child)
 
 
@@ -103,21 +90,9 @@ def commands(work: Path, root: Path, env: Mapping[str, str]) -> Iterator[Command
     subprocess.run(line, check=True)
     control.write_bytes(bytes(_CONTROL.size))
     own = {"LD_PRELOAD": str(library), "FAULT_CONTROL": str(control), "FAULT_ROOT": str(root)}
-    server = subprocess.Popen(
-        [sys.executable, SERVER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **env, **own},
-    )
+    variables = {**os.environ, **env, **own}
+    server = start_server(variables)
     try:
-        yield Commands(server, control, root, env)
+        yield Commands(server, control, root, variables)
     finally:
-        _streams(server)[0].close()
-        server.kill()
-        server.wait()
-
-
-def _streams(server: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
-    assert server.stdin is not None and server.stdout is not None
-    return server.stdin, server.stdout
+        server.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import hashlib
 import json
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
@@ -26,6 +28,7 @@ from docker import DockerClient
 from lab import apptainer
 from lab import conda_channel as lab_conda
 from lab import sources as lab_sources
+from lab.command_server import CommandServer, start_server
 from lab.conda_channel import Channel
 from lab.conda_server import Server, serve
 from lab.dockerd import Lab, dockerd, missing
@@ -42,6 +45,32 @@ QUICK = "\n[verify]\nnodes = 1\nnproc_per_node = 1\nepochs = 2\n"
 NO_DAEMON = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
 
 
+# Variables that Python or the dynamic linker reads when a program starts.
+_AT_START = ("PYTHON", "LD_", "LC_", "LANG", "COLUMNS")
+
+
+@cache
+def _command_server() -> CommandServer:
+    """The server of this worker's commands, until the worker ends."""
+    server = start_server(os.environ)
+    atexit.register(server.stop)
+    return server
+
+
+def _run_command(line: list[str], folder: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run `python -m envbuild …`, each command as a new process the first time, then by the server."""
+    changed = {name for name in {*env, *os.environ} if env.get(name) != os.environ.get(name)}
+    command, server = line[3], _command_server()
+    if any(name.startswith(_AT_START) for name in changed) or command not in server.known:
+        server.known.add(command)
+        return subprocess.run(line, capture_output=True, text=True, cwd=folder, env=env)
+    with TemporaryDirectory() as output:
+        out, err = Path(output, "out"), Path(output, "err")
+        _, status = server.run(line[3:], folder, env, out, err)
+        assert status is not None
+        return subprocess.CompletedProcess(line, status, out.read_text(), err.read_text())
+
+
 @dataclass
 class Command:
     """`envbuild` run in one folder with its own store. Variables of `env` go over the machine's."""
@@ -50,9 +79,7 @@ class Command:
     env: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, *arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            self.line(*arguments), capture_output=True, text=True, cwd=self.folder, env=self.variables(env)
-        )
+        done = _run_command(self.line(*arguments), self.folder, self.variables(env))
         assert "Traceback (most recent call last)" not in done.stderr.split("    seen:")[0], done.stderr
         if done.returncode == 6 and recipe_python.is_missing(done.stderr):
             pytest.skip(recipe_python.MISSING)
