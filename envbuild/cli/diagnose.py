@@ -74,7 +74,7 @@ def _show(diagnosis: Diagnosis, everything: bool) -> None:
             click.echo(f"     … and {len(diagnosis_finding.evidence) - _EVIDENCE} more")
         click.echo(click.style("   do: ", fg="green") + diagnosis_finding.hint)
     if hidden:
-        click.echo(f"Followed by: {', '.join(finding.id for finding in hidden)} (--all shows them)", err=True)
+        click.echo(f"Also in the log: {', '.join(finding.id for finding in hidden)} (--all shows them)", err=True)
     if not diagnosis.findings:
         click.echo(f"Nothing was recognised in {diagnosis.lines} lines.", err=True)
     if diagnosis.last and not diagnosis.findings and not diagnosis.exception:

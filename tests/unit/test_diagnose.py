@@ -1775,7 +1775,7 @@ def test_no_cause_hides_behind_a_consequence() -> None:
         (["1: [default0]:torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"], "gpu-memory"),
         (["OSError: [Errno 122] Disk quota exceeded: 'x'"], "disk-quota"),
         (["exec /opt/env/bin/python: exec format error"], "wrong-architecture"),
-        (["ModuleNotFoundError: No module named 'torch'", "task 0: Out Of Memory"], "no-module"),
+        (["ModuleNotFoundError: No module named 'torch'", "task 0: Out Of Memory"], "slurm-memory"),
         (["/bin/sh: 1: torchrun: not found"], "program-missing"),
         (["enroot-switchroot: failed to execute: /bin/bash: No such file or directory"], "container-program"),
         (["pyxis:     [ERROR] Invalid image format: /fsx/a.sqsh"], "squashfs-broken"),
@@ -2638,7 +2638,9 @@ def test_an_exception_that_no_rule_explains_comes_before_causes_that_may_follow_
     assert exception("OSError: [Errno 28] No space left on device", *_TRACEBACK) == []
     # An optional module, and a warning.
     assert exception("ModuleNotFoundError: No module named 'apex'", *_TRACEBACK)[-1] == _TRACEBACK[-1]
-    assert exception("bash: module: command not found", *_TRACEBACK) == []
+    assert exception("bash: module: command not found", *_TRACEBACK)[-1] == _TRACEBACK[-1]
+    assert exception("RuntimeError: can't start new thread", "Loading", *_TRACEBACK)[-1] == _TRACEBACK[-1]
+    assert exception("pthread_create failed for thread 3 of 8: Resource temporarily unavailable", *_TRACEBACK) == []
     old = "UserWarning: CUDA initialization: The NVIDIA driver on your system is too old (found version 10020)."
     assert exception(old, *_TRACEBACK)[-1] == _TRACEBACK[-1]
 
@@ -2822,7 +2824,7 @@ def test_the_command_shows_cause_evidence_and_hint() -> None:
     assert "the rendezvous endpoint is localhost:29500 on 2 nodes" in done.output
     assert re.search(r"localhost-endpoint-n1\.log:\d+: .*rdzv_endpoint", done.output)
     assert "do: give the head's address" in done.output
-    assert "Followed by: " not in done.stdout
+    assert "Also in the log: " not in done.stdout
 
 
 def test_the_command_shows_symptoms_where_no_cause_is_known() -> None:
@@ -3011,6 +3013,135 @@ def test_the_logs_of_one_job_in_a_folder_belong_together(tmp_path: Path) -> None
     assert json.loads(done.stdout)["findings"][0]["id"] == "run-ids-differ"
 
 
+_FULL = [
+    "Traceback (most recent call last):",
+    '  File "/home/ada/train.py", line 61, in main',
+    "    loss = model(batch)",
+    "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0",
+]
+_OUT_OF_TIME = ["item 7", "slurmstepd: error: *** JOB 77 ON n1 CANCELLED AT 2026-01-02T00:00:00 DUE TO TIME LIMIT ***"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "/etc/profile.d/site.sh: line 3: module: command not found",
+        "bash: scontrol: command not found",
+        "/home/ada/.bashrc: line 20: /opt/conda/bin/activate: No such file or directory",
+        "which: no nvcc in (/usr/local/bin:/usr/bin)",
+        "slurmstepd: error: couldn't chdir to `/home/ada/x': No such file or directory: going to /tmp instead",
+        "tee: /logs/out.txt: Permission denied",
+        "OpenBLAS blas_thread_init: pthread_create failed for thread 12 of 64: Resource temporarily unavailable",
+        "ssh: connect to host n2 port 22: Connection refused",
+        "fatal: unable to access 'https://github.com/a/b/': Could not resolve host: github.com",
+        "Failed to initialize NVML: Unknown Error",
+        "No module named 'flash_attn'",
+        "UserWarning: The installed version of bitsandbytes was compiled without GPU support.",
+        "libibverbs: Warning: RLIMIT_MEMLOCK is 65536 bytes. This will severely limit memory registrations.",
+        "[1] [n1:1:0] UCX  WARN  network device 'mlx5_1:1' is not available, please use one or more of: 'eth0'(tcp)",
+        "n1:1:1 [0] NCCL WARN NET/OFI Only EFA provider is supported",
+        "[W socket.cpp:464] [c10d] The server socket has failed to bind to [::]:29500 (errno: 13 - Permission denied).",
+        "kernel: LustreError: 11-0: scratch-OST0001: operation ost_read to node failed",
+    ],
+)
+def test_a_line_that_programs_survive_is_no_cause_of_another_end(line: str) -> None:
+    named = _FULL[-1]
+    kinds = [
+        [(one.id, one.kind) for one in diagnose([("log", ["start", line, *end])], load_rules()).findings]
+        for end in (_FULL, [named])
+    ]
+    for found in kinds:
+        assert [name for name, kind in found if kind == "cause"] == ["gpu-memory"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "bash: conda: command not found",
+        "ModuleNotFoundError: No module named 'apex'",
+        "A module that was compiled using NumPy 1.x cannot be run in NumPy 2.0.2 as it may crash.",
+        "UserWarning: CUDA initialization: CUDA unknown error - this may be due to an incorrect environment",
+    ],
+)
+def test_what_a_job_survived_until_its_time_limit_is_no_cause(line: str) -> None:
+    assert told(line, *_OUT_OF_TIME)[0] == "time-limit"
+
+
+def test_an_exception_that_lets_other_ranks_wait_comes_before_the_time_limit() -> None:
+    line = "OSError: [Errno 116] Stale file handle: '/scratch/a'"
+    assert told(line, *_OUT_OF_TIME)[0] == "storage-lost"
+    assert told(line, "task 0: Out Of Memory")[0] == "slurm-memory"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Got NaN loss detected, skipping this step",
+        "WARNING: OOM, skipping batch: CUDA out of memory. Tried to allocate 20.00 MiB",
+        "WARNING:root:NaN or Inf found in input tensor.",
+        "image file is truncated (4 bytes not processed), skipping",
+        "kernel: nfs: server fs1 not responding, still trying",
+        "amdgpu: [drm] *ERROR* ring gfx timeout, but soft recovered",
+        "429 Client Error: Too Many Requests for url: https://huggingface.co/a - retrying",
+        'INFO: HTTP Request: GET https://huggingface.co/a "HTTP/1.1 429 Too Many Requests"',
+        "n1:1:1 [0] NCCL INFO NET/OFI No eligible providers were found",
+        "n1: ib_device.c:1  UCX  DIAG  ibv_create_qp failed: Cannot allocate memory",
+        "Warning:  apex was installed without --cuda_ext. Fused syncbn kernels will be unavailable.",
+        "FutureWarning: `weights_only=False`: arbitrary objects, unlike types accepted by default with weights_only",
+        "kernel: NVRM: Xid (PCI:0000:1a:00): 63, pid=1, Row Remapper",
+        "kernel: pcieport 0000:00:01.0: AER: Uncorrected (Non-Fatal) error received",
+        "wandb: Offline mode is enabled",
+        "NVIDIA's fabric manager is not required on this system",
+        "pip: Installed CUDA version 12.1 does not match the version torch was compiled with 12.4, accepting this combination",
+        "UserWarning: Plan failed with a cudnnException: CUDNN_STATUS_NOT_SUPPORTED",
+        "MPIDI_OFI_init_local(580): OFI fi_fabric failed (ofi_init.c:580:MPIDI_OFI_init_local:Invalid argument)",
+        "TERM_UNKNOWN: unknown reason",
+        'docker: Error response from daemon: starting container process caused "exit status 34": unknown',
+    ],
+)
+def test_a_line_without_a_reason_or_with_a_way_on_claims_no_cause(line: str) -> None:
+    assert [one.id for one in diagnose([("log", [line])], load_rules()).findings if one.kind == "cause"] == []
+
+
+def test_numbers_of_files_are_no_magic_of_nccls_sockets() -> None:
+    log = "n1:1:1 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.1<0>"
+    assert told(log, "ImportError: bad magic number in 'train'") == []
+    assert told(log, "n1:1:1 [0] NCCL WARN socketFinalizeAccept: wrong magic 1 != 2")[0] == "bootstrap-magic"
+
+
+def test_a_step_that_slurm_created_later_was_not_refused() -> None:
+    busy = "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)"
+    refused = "srun: error: Unable to create step for job 7: Requested nodes are busy"
+    assert told(refused)[0] == "step-refused"
+    assert "step-refused" not in told(busy, refused, "srun: Step created for StepId=7.1")
+
+
+def test_a_job_that_went_on_long_after_a_line_did_not_fail_for_it() -> None:
+    line = "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert told(line, *[_EPOCH] * 12) == []
+    assert told(line, *[_EPOCH] * 12, "E failed (exitcode: 1) local_rank: 0", line)[0] == "gpu-memory"
+
+
+def test_one_cause_is_claimed_and_the_others_are_shown_with_it() -> None:
+    lines = ["RuntimeError: NCCL version mismatch with remote peer 3", "OSError: [Errno 28] No space left on device"]
+    found = diagnose([("log", lines)], load_rules()).findings
+    assert [one.kind for one in found] == ["cause", "symptom"]
+
+
+def test_the_exception_in_a_group_comes_first() -> None:
+    group = [
+        "  + Exception Group Traceback (most recent call last):",
+        '  |   File "/home/ada/serve.py", line 40, in <module>',
+        "  | ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)",
+        "  +-+---------------- 1 ----------------",
+        "    | Traceback (most recent call last):",
+        '    |   File "/home/ada/serve.py", line 22, in worker',
+        "    | ValueError: shard 3 has no rows",
+        "    +------------------------------------",
+    ]
+    assert exception(*group)[-1] == "| ValueError: shard 3 has no rows"
+
+
 @pytest.mark.parametrize(
     ("lines", "causes"),
     [
@@ -3030,7 +3161,7 @@ def test_the_logs_of_one_job_in_a_folder_belong_together(tmp_path: Path) -> None
             ["slurm-munge"],
         ),
         (["train.sh: line 4: module: command not found", "ImportError: No module named apex"], ["module-command"]),
-        (["s1: Job;12.s1;Job deleted at request of eva@login2"], ["pbs-ended"]),
+        (["s1: Job;12.s1;Job deleted at request of eva@login2"], ["pbs-deleted"]),
         (["Job exceeded its walltime limit", "Job deleted at request of eva@login2"], ["time-limit"]),
         (["*** JOB 8 ON n4 CANCELLED AT 2026-01-02T03:04:05 DUE TO JOB REQUEUE ***"], ["requeued"]),
         (

@@ -44,7 +44,8 @@ _CHAINED = re.compile(r"During handling of the above exception|The above excepti
 _IGNORED = re.compile(r"Exception ignored in|--- Logging error ---")
 # Exceptions that report another process' failure, or another exception that stands elsewhere in the log.
 _RELAYS = re.compile(
-    r"CalledProcessError|ChildFailedError|Process(?:Raised|Exited)Exception|RemoteTraceback|RayTaskError|TrainingFailedError|AlgorithmError|RuleException"
+    r"CalledProcessError|ChildFailedError|process \d{1,4} terminated with exit code|\bExceptionGroup: "
+    r"|Process(?:Raised|Exited)Exception|RemoteTraceback|RayTaskError|TrainingFailedError|AlgorithmError|RuleException"
     r"|Caught \w{1,60} in (?:DataLoader worker|replica|pin memory)|is killed by signal: Terminated"
     r"|(?:Engine core|WorkerProc) initialization failed|EngineDeadError|Background loop has errored"
     r"|Engine (?:loop|process) (?:has died|failed)|One or more workers? failed|^Exception: *$|BackendCompilerFailed"
@@ -66,11 +67,21 @@ _BETWEEN = 3
 NAMED_EXCEPTION = re.compile(
     r"\b(?<!raise )[A-Z]\w{0,80}(?:Error|Exception|NotFound|Refused|Expired|Failure)\b(?::(?: \S|\s*$)|\([\"'])"
 )
-# An exception, or a command that the shell does not find.
-SURVIVED = re.compile(
-    rf"{NAMED_EXCEPTION.pattern}|(?<!module)(?<! ml): (?:command )?not found\s*$|\bslurm(?:stepd|d)\S{{0,60}}: error: "
+# Lines after which scripts and programs mostly continue: a refusal of a command, or a note of a library.
+REMARK = re.compile(
+    r"\bslurm(?:stepd|d)\S{0,60}: error: |\b(?:ModuleNotFound|Import)Error: |\bNo module named '|was compiled without"
+    r"|: (?:(?:command )?not found|No such file or directory|Permission denied)\s*$|\bNCCL INFO |\bOpenBLAS |\bkernel: "
+    r"|^(?:\S{1,60}: )?(?:tee|mkdir|cp|mv|ln|git|fatal|ssh|scp|rsync|curl|wget|wandb|nvidia-smi)\b.{0,40}: |^which: no "
+    r"|^Host key verification failed|^Failed to initialize NVML|^No devices were found|\bslurm_\w{3,40}\b.{0,9} error: "
 )
-WARNING = re.compile(r"\b[A-Z]\w{0,80}Warning: |\bWARN(?:ING)?\b|(?:^|\s)\[?W(?:\d{4})? |: W \w+/")
+# The same, or an exception.
+SURVIVED = re.compile(rf"{NAMED_EXCEPTION.pattern}|{REMARK.pattern}")
+WARNING = re.compile(r"\b(?:[A-Z]\w{0,80})?[Ww]arning: |\bWARN(?:ING)?\b|(?:^|\s)\[?W(?:\d{4})? |: W \w+/")
+# The program says in the same line that it continues.
+GOES_ON = re.compile(
+    r"\b(?:[Ss]kipping|[Ss]kipped|[Ii]gnor(?:ed|ing)|[Rr]etrying(?! \(\d+/)|[Ff]all(?:ing|s)? ?back|[Cc]ontinuing"
+    r"|still trying|(?<!not )recovered|accepting this|will be unavailable|will be disabled)\b"
+)
 _ABORTED = re.compile(
     r"\bwhat\(\): +\S|libuv\.h:\d{1,6}\] uv_\w+: |: Assertion [`'\"].{1,300}['\"`] failed|panicked at "
 )
@@ -83,13 +94,14 @@ _ERROR_LINE = re.compile(
     r"|\bforrtl: (?:severe|error) "
 )
 _REFUSAL = re.compile(
-    r"^(?!.*(?:[Ww]arn|WARN|errno: 97 )).*\b(?:[Uu]nable to|[Cc]annot|[Cc]ould not|[Cc]ouldn't|[Cc]an't|[Ff]ailed to"
+    r"^(?!.*(?:[Ww]arn|WARN|errno: 97 |\bINFO\b|\bDEBUG\b))"
+    r".*\b(?:[Uu]nable to|[Cc]annot|[Cc]ould not|[Cc]ouldn't|[Cc]an't|[Ff]ailed to"
     r"|exiting\b(?! without)|[Aa]borting|must (?:be|not)|not (?:found|supported|permitted)"
     r"|has no attribute '|but current state is|[Dd]enied|[Rr]efused|No such"
     r"|[Uu]nreachable|[Tt]imed out|[Aa]borted(?! \(core))"
 )
 _MENTION = re.compile(
-    r"^(?!.*(?:[Ww]arn|WARN|level=(?:info|debug)|[Ff]ailed[=:] ?0\b))"
+    r"^(?!.*(?:[Ww]arn|WARN|\bINFO\b|\bDEBUG\b|level=(?:info|debug)|[Ff]ailed[=:] ?0\b))"
     r".*\b(?:\w*Error|\w*Exception|ERROR|FAILED|[Ff]ailed|[Cc]rashed)\b"
 )
 _OF_LAUNCHERS = re.compile(

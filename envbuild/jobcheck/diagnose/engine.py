@@ -23,6 +23,8 @@ from envbuild.base.masking import redact
 from envbuild.jobcheck.diagnose.blocks import (
     BEGIN,
     FRAME,
+    GOES_ON,
+    REMARK,
     RULE,
     SIGNS,
     SURVIVED,
@@ -406,12 +408,11 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Diagnosi
     shown = (
         () if course.passed(words.order) else tuple(_evidence(line, words.at) for line in (*words.lines, *words.led))
     )
-    if shown:
-        held = [_without_claim(rule, found, words) for rule, found in held]
-        held.sort(key=lambda one: (KINDS.index(one[1][1].kind), -one[0].rank, one[1][0]))
-    if any(finding.kind == "cause" for _, (_, finding) in held[1:]):
-        held = _without_repetitions(held, words)
-        held.sort(key=lambda one: (KINDS.index(one[1][1].kind), -one[0].rank, one[1][0]))
+    said = words if shown else Words()
+    held = [_without_claim(rule, found, said, held) for rule, found in held]
+    held.sort(key=lambda one: (KINDS.index(one[1][1].kind), -one[0].rank, one[1][0]))
+    held = [*held[:1], *((rule, (order, _as_symptom(finding))) for rule, (order, finding) in held[1:])]
+    held.sort(key=lambda one: (KINDS.index(one[1][1].kind), -one[0].rank, one[1][0]))
     if held and (held[0][1][1].kind == "cause" or held[0][0].rank > _CONSEQUENCE):
         explains = [n for n, (rule, _) in enumerate(held) if words.marks.intersection((*rule.any, *rule.all))]
         if shown and explains:
@@ -423,45 +424,42 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Diagnosi
 
 
 def _without_claim(
-    rule: DiagnosisRule, found: tuple[int, DiagnosisFinding], words: Words
+    rule: DiagnosisRule,
+    found: tuple[int, DiagnosisFinding],
+    words: Words,
+    held: Sequence[tuple[DiagnosisRule, tuple[int, DiagnosisFinding]]],
 ) -> tuple[DiagnosisRule, tuple[int, DiagnosisFinding]]:
-    """Return a cause as a symptom if the program survived it, and ended with an exception that no rule explains.
+    """Return a cause as a symptom if the program survived it: its lines say so, or another reason ended the program.
 
     Programs continue after warnings, and often after lines of a rule that `passes`, such as the exception of an
-    optional import, or a command of the shell that is not there.
+    optional import, or a command of the shell that is not there. They then end with another exception, or for the
+    reason of a rule that `ends`, to which no earlier line leads.
     """
     order, finding = found
-    explained = words.marks.intersection((*rule.any, *rule.all))
-    if rule.kind != "cause" or explained or words.weight != Weight.ENDED or order >= words.order:
+    if rule.kind != "cause":
         return rule, found
-    regex = SURVIVED if rule.passes else WARNING
-    survived = all(regex.search(evidence.text) or WARNING.search(evidence.text) for evidence in finding.evidence)
-    return rule, (order, replace(finding, kind="symptom") if survived else finding)
+    lines = [evidence.text for evidence in finding.evidence]
+    warned = all(WARNING.search(line) for line in lines)
+    remarked = warned or all(REMARK.search(line) for line in lines)
+    mentioned = warned or all(SURVIVED.search(line) for line in lines)
+    others = [one for one in held if one[0] is not rule and rule.id not in one[0].follows]
+    ended = [other for other, (at, _) in others if other.ends and at > order and other.kind == "cause"]
+    led = any(rule.id in other.follows and words.marks.intersection((*other.any, *other.all)) for other, _ in held)
+    last = words.weight == Weight.ENDED and order < words.order
+    survived = (
+        all(GOES_ON.search(line) for line in lines)
+        or any(warned or (rule.passes and (remarked or other.rank > _ROOT)) for other in ended)
+        or (
+            last
+            and not (led or words.marks.intersection((*rule.any, *rule.all)))
+            and (warned or (rule.passes and mentioned))
+        )
+    )
+    return rule, (order, _as_symptom(finding) if survived else finding)
 
 
-def _without_repetitions(
-    held: Sequence[tuple[DiagnosisRule, tuple[int, DiagnosisFinding]]], words: Words
-) -> list[tuple[DiagnosisRule, tuple[int, DiagnosisFinding]]]:
-    """Return causes as symptoms if they read the line or the exception of a cause before them once more, or follow it.
-
-    The line of a full disk is also that of the library that could not write; only the first reading is proved.
-    """
-    causes: list[tuple[DiagnosisRule, DiagnosisFinding]] = []
-    result = []
-    for rule, (order, finding) in held:
-        if finding.kind == "cause":
-            marks = words.marks.intersection((*rule.any, *rule.all))
-            again = any(
-                before.id in rule.follows
-                or finding.evidence[:1] == earlier.evidence[:1]
-                or set(finding.evidence) <= set(earlier.evidence)
-                or (marks and words.marks.intersection((*before.any, *before.all)))
-                for before, earlier in causes
-            )
-            causes.append((rule, finding))
-            finding = replace(finding, kind="symptom") if again else finding
-        result.append((rule, (order, finding)))
-    return result
+def _as_symptom(finding: DiagnosisFinding) -> DiagnosisFinding:
+    return replace(finding, kind="symptom") if finding.kind == "cause" else finding
 
 
 def _comes_before(rule: DiagnosisRule, found: tuple[int, DiagnosisFinding], words: Words) -> bool:
@@ -543,9 +541,12 @@ def _found(
     began = min((seen[pattern].order for pattern in either), default=0)
     if any(pattern in seen and seen[pattern].order < began for pattern in rule.before):
         return None
-    if rule.passes and course.passed(max(seen[pattern].latest for pattern in (*either, *rule.all))):
+    latest = max(seen[pattern].latest for pattern in (*either, *rule.all))
+    if rule.passes and course.passed(latest):
         return None
-    if rule.kind != "note" and max(seen[pattern].latest for pattern in (*either, *rule.all)) <= course.survived:
+    if rule.kind != "note" and latest <= course.survived:
+        return None
+    if rule.kind == "cause" and course.failed < latest and course.long_passed(latest):
         return None
     patterns = dict.fromkeys([*either, *rule.all, *(count.line for count in rule.counts), *rule.also])
     shown = [seen[pattern] for pattern in patterns if pattern in seen]

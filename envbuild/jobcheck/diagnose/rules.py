@@ -77,6 +77,7 @@ class DiagnosisRule:
     before: tuple[LinePattern, ...] = ()
     passes: bool = False
     general: bool = False
+    ends: bool = False
     follows: tuple[str, ...] = ()
     alone: str = ""
     every: str = ""
