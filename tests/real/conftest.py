@@ -33,6 +33,7 @@ from lab.conda_channel import Channel
 from lab.conda_server import Server, serve
 from lab.dockerd import Lab, dockerd, missing
 from lab.terminal import Recording, record
+from lab.wheels import make_recipe, make_wheel
 
 from envbuild.build.commit import open_subject
 from envbuild.run_environment import load_environment
@@ -42,6 +43,7 @@ from envbuild.verify.survey import Survey
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Of recipes whose tests ask for a verification, and not what it does by default.
 QUICK = "\n[verify]\nnodes = 1\nnproc_per_node = 1\nepochs = 2\n"
+ARCH = os.uname().machine
 NO_DAEMON = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
 
 
@@ -381,6 +383,34 @@ def squash(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dic
     folder, made = shared(tmp_path_factory, "squash", make)
     enroot, apptainer = made["artifacts"]
     return {"enroot": enroot, "apptainer": apptainer, "command": Command(folder, env)}
+
+
+def tiny_site(folder: Path, store: Path) -> Command:
+    """The command in `folder` without a daemon, where pip knows the wheels of `folder` and no index."""
+    pip = {"PIP_FIND_LINKS": str(folder / "wheels"), "PIP_NO_INDEX": "1"}
+    return Command(folder, {"ENVBUILD_STORE": str(store), **NO_DAEMON, **pip})
+
+
+def use_base_of_pt_minimal(recipe: Path, arch: str = ARCH) -> None:
+    """Give a recipe the image lock of pt_minimal for `arch`: a base of Debian packages."""
+    lock = (REPOSITORY / f"recipes/pt_minimal/cpu-{arch}.image.toml").read_text()
+    (recipe / f"cpu-{arch}.image.toml").write_text(lock.replace('"pt_minimal"', f'"{recipe.name}"'))
+
+
+@pytest.fixture(scope="session")
+def tiny_squash(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dict[str, Any]:
+    """`envbuild build tiny_image --artifact enroot,apptainer` of a tiny wheel on a Debian base, verified without
+    training; as `squash` returns it. For what holds of any image file."""
+
+    def make(place: Path) -> dict[str, Any]:
+        make_wheel(place / "wheels", "tiny")
+        recipe = make_recipe(place / "recipes", "tiny_image", ["tiny"], extra="[verify]\ntrainer = false\n")
+        use_base_of_pt_minimal(recipe)
+        return tiny_site(place, session_store).json("build", "tiny_image", "--artifact", "apptainer,enroot")
+
+    folder, made = shared(tmp_path_factory, "tiny_squash", make)
+    enroot, apptainer = made["artifacts"]
+    return {"enroot": enroot, "apptainer": apptainer, "command": tiny_site(folder, session_store)}
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ from envbuild.run_environment import load_environment
 from envbuild.verify.image_file import open_image_file
 from envbuild.verify.runtimes import runtime_for
 
-from .conftest import NO_DAEMON, REPOSITORY, Command, keep_layer, link_tree
+from .conftest import NO_DAEMON, Command, keep_layer, link_tree, tiny_site, use_base_of_pt_minimal
 from .test_conda import conda_recipe, site
 from .test_docker import docker
 
@@ -48,15 +48,8 @@ def fabric_site(folder: Path, session_store: Path, archive: SourceArchive, confi
     make_wheel(folder / "wheels", "tiny")
     layers = layer_table("libfabric", archive, configure=list(configure))
     place = make_recipe(folder / "recipes", "fabric", ["tiny"], extra=f"[verify]\ntrainer = false\n{layers}")
-    lock = (REPOSITORY / f"recipes/pt_minimal/cpu-{ARCH}.image.toml").read_text()
-    (place / f"cpu-{ARCH}.image.toml").write_text(lock.replace('"pt_minimal"', '"fabric"'))
+    use_base_of_pt_minimal(place)
     return tiny_site(folder, session_store)
-
-
-def tiny_site(folder: Path, session_store: Path) -> Command:
-    """The command in `folder` with the session's store, where pip knows the wheels of `folder` and no index."""
-    pip = {"PIP_FIND_LINKS": str(folder / "wheels"), "PIP_NO_INDEX": "1"}
-    return Command(folder, {"ENVBUILD_STORE": str(session_store), **NO_DAEMON, **pip})
 
 
 @pytest.fixture(scope="module")

@@ -119,7 +119,8 @@ def test_a_user_without_privileges_gets_a_verified_image_from_a_store_of_their_o
         "ENVBUILD_STORE": str(folder / "store"),
         "TMPDIR": str(folder),
     }
-    line = [*AS_NOBODY, *Command(folder).line("enroot", "--out", "pytorch.sqsh", "--locked", "--json")]
+    line = ["enroot", "--out", "pytorch.sqsh", "--locked", "--verify", "quick", "--json"]
+    line = [*AS_NOBODY, *Command(folder).line(*line)]
     made = json.loads(run(*line, cwd=folder, env=env).stdout)
     assert made["digest"] == squash["enroot"]["digest"]
     receipt = json.loads(Path(made["receipt"]).read_text())
@@ -163,19 +164,19 @@ def test_verifying_the_sif_again_by_apptainer_says_so_in_the_receipt(
 
 
 def test_an_attested_sif_is_verified_by_apptainer_and_trusted_without_any_other_file(
-    squash: dict[str, Any], real_apptainer: Apptainer, tmp_path: Path
+    tiny_squash: dict[str, Any], real_apptainer: Apptainer, tmp_path: Path
 ) -> None:
     sif, alone = tmp_path / "built/pt.sif", tmp_path / "alone.sif"
     sif.parent.mkdir()
-    shutil.copy(squash["apptainer"]["path"], sif)
-    shutil.copy(squash["apptainer"]["receipt"], receipt_path(sif))
-    command: Command = squash["command"]
+    shutil.copy(tiny_squash["apptainer"]["path"], sif)
+    shutil.copy(tiny_squash["apptainer"]["receipt"], receipt_path(sif))
+    command: Command = tiny_squash["command"]
     for name in ("ci", "stranger"):
         run("openssl", "genpkey", "-algorithm", "ed25519", "-out", f"{name}.pem", cwd=tmp_path)
         run("openssl", "pkey", "-in", f"{name}.pem", "-pubout", "-out", f"{name}.pub", cwd=tmp_path)
     for key in ("stranger", "ci"):
         made = command.json("attest", sif, "--key", tmp_path / f"{key}.pem", "--with", "provenance")
-        assert made["digest"] == squash["apptainer"]["digest"] != sha256(sif)
+        assert made["digest"] == tiny_squash["apptainer"]["digest"] != sha256(sif)
     os.link(sif, alone)
     assert "Verified signature" in real_apptainer("verify", "--key", tmp_path / "ci.pub", alone).stderr
     assert real_apptainer("verify", "--key", tmp_path / "stranger.pub", alone, check=False).returncode != 0
@@ -184,24 +185,23 @@ def test_an_attested_sif_is_verified_by_apptainer_and_trusted_without_any_other_
     told = command.json("trust", alone, "--site", site)
     assert told["signer"] == str(tmp_path / "ci.pub") and told["with"] == ["provenance"]
     assert "alone.sif" in command("job", alone, "--site", site, "--nodes", "1", "--strategy", "single").stdout
-    python = (*FLAGS, "--cleanenv", "--no-home", alone, "python", "-c", "import torch; print(torch.ones(2))")
-    assert real_apptainer("exec", *python).stdout.strip() == "tensor([1., 1.])"
-    quick = ("--nodes", "1", "--nproc-per-node", "1", "--epochs", "2")
-    again = command.json("verify", alone, *quick, ENVBUILD_SITE=str(site))
+    python = (*FLAGS, "--cleanenv", "--no-home", alone, "python", "-c", "import tiny; print(tiny.__version__)")
+    assert real_apptainer("exec", *python).stdout.strip() == "1.0"
+    again = command.json("verify", alone, ENVBUILD_SITE=str(site))
     assert again["passed"] and again["receipt"] == f"{alone}.here.receipt.json" and not receipt_path(alone).exists()
     site.write_text(site.read_text().replace("ci.pub", "stranger.pub"))
-    assert command("verify", alone, *quick, ENVBUILD_SITE=str(site)).returncode == 5
+    assert command("verify", alone, ENVBUILD_SITE=str(site)).returncode == 5
     refused = command("trust", alone, "--site", site)
     assert refused.returncode == 5 and "no passing receipt" in refused.stderr, refused.stderr
     site.write_text(site.read_text().replace("stranger.pub", "ci.pub"))
     with alone.open("r+b") as stream:  # both names are of this file
-        stream.seek(40_000_000)
+        stream.seek(10_000_000)
         stream.write(bytes([stream.read(1)[0] ^ 1]))
     assert command("trust", alone, "--site", site).returncode == 5
     assert real_apptainer("verify", "--key", tmp_path / "ci.pub", alone, check=False).returncode != 0
     # Apptainer's own signature makes no other artifact of a file that has none.
-    shutil.copy(squash["apptainer"]["path"], own := tmp_path / "own.sif")
-    shutil.copy(squash["apptainer"]["receipt"], receipt_path(own))
+    shutil.copy(tiny_squash["apptainer"]["path"], own := tmp_path / "own.sif")
+    shutil.copy(tiny_squash["apptainer"]["receipt"], receipt_path(own))
     real_apptainer("sign", "--key", tmp_path / "ci.pem", own)
     site.write_text(site.read_text().partition("[trust]")[0])
     assert "own.sif" in command("job", own, "--site", site, "--nodes", "1", "--strategy", "single").stdout
@@ -220,17 +220,12 @@ def test_charliecloud_trains_in_the_sqsh(squash: dict[str, Any], tmp_path: Path)
     assert "epoch" in (done.stdout + done.stderr).lower()
 
 
-def test_every_kind_of_artifact_of_a_recipe_has_the_same_packages(
-    squash: dict[str, Any], layout: dict[str, Any], pt_cpu: dict[str, Any]
+def test_an_environment_and_an_image_file_of_a_recipe_have_the_same_packages(
+    squash: dict[str, Any], pt_cpu: dict[str, Any]
 ) -> None:
-    command: Command = squash["command"]
-    sqsh, sif = squash["enroot"]["path"], squash["apptainer"]["path"]
-    image = f"oci:{layout['path']}"
-    for one, other in ((sqsh, sif), (pt_cpu["path"], sif), (sqsh, image)):  # the others follow
-        done = command("diff", one, other, "--target", f"cpu-{ARCH}", "--json")
-        found = json.loads(done.stdout)
-        assert found["python_packages"] == found["debian_packages"] == [], (one, other)
-        assert done.returncode == 0 or {one, other} != {sqsh, sif}
+    """The .sif ends with the .sqsh. An image's layers make the same .sqsh: see below."""
+    found = squash["command"].json("diff", pt_cpu["path"], squash["apptainer"]["path"])
+    assert found["python_packages"] == found["debian_packages"] == []
 
 
 # From images of any make
@@ -448,17 +443,17 @@ def test_every_compressor_gives_the_same_tree_to_the_squashfs_tools(
     assert (tmp_path / "tree/hidden").read_bytes() == b"shown"
 
 
-def test_an_image_from_a_recipes_own_layers_is_that_of_the_recipe(
-    squash: dict[str, Any], layout: dict[str, Any], tmp_path: Path
-) -> None:
-    command: Command = squash["command"]
-    source = f"oci:{layout['path']}"
+def test_an_image_from_a_recipes_own_layers_is_that_of_the_recipe(tiny_squash: dict[str, Any], tmp_path: Path) -> None:
+    command: Command = tiny_squash["command"]
+    sqsh, source = tiny_squash["enroot"]["path"], f"oci:{tmp_path / 'layout'}"
+    command.json("docker", "tiny_image", "--target", f"cpu-{ARCH}", "--locked", "--no-verify", "--out", source)
     made = command.json("enroot", "--from", source, "--out", tmp_path / "f.sqsh", "--no-verify")
-    found = json.loads(command("diff", squash["enroot"]["path"], made["path"], "--json").stdout)
+    found = json.loads(command("diff", sqsh, made["path"], "--json").stdout)
     assert {item["name"]: item["change"] for item in found["files"]} == {
         "etc/rc": "changed",
         ".singularity.d/Singularity": "changed",
     }
+    assert command("diff", sqsh, tiny_squash["apptainer"]["path"]).stdout == "equal\n"
 
 
 def test_enroots_spellings_reach_a_registry_and_name_the_file(envbuild: Command, odd: str, tmp_path: Path) -> None:
@@ -594,7 +589,7 @@ def test_a_killed_run_leaves_the_old_file_and_the_next_one_cleans_up(envbuild: C
     large = layout_of(tmp_path / "l", [[file(f"{n}", os.urandom(40_000_000)) for n in range(5)]])
     after = set()
     killed = 0
-    for delay in (0.6, 1.0, 1.4, 1.8, 2.2):
+    for delay in (0.6, 1.0, 1.6):
         shutil.rmtree(tmp_path / "store", ignore_errors=True)
         child = envbuild.start("enroot", "--from", large, "--out", "o.sqsh", ENVBUILD_STORE=str(tmp_path / "store"))
         time.sleep(delay)
