@@ -60,11 +60,12 @@ def _command_server() -> CommandServer:
 
 
 def _run_command(line: list[str], folder: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run `python -m envbuild …`, each command as a new process the first time, then by the server."""
+    """Run a program; `python -m envbuild` by the server, but each of its commands as a new process the first time."""
     changed = {name for name in {*env, *os.environ} if env.get(name) != os.environ.get(name)}
-    command, server = line[3], _command_server()
-    if any(name.startswith(_AT_START) for name in changed) or command not in server.known:
-        server.known.add(command)
+    server = _command_server()
+    plain = line[:3] == [sys.executable, "-m", "envbuild"] and not any(name.startswith(_AT_START) for name in changed)
+    if not plain or line[3] not in server.known:
+        server.known |= {line[3]} if plain else set()
         return subprocess.run(line, capture_output=True, text=True, cwd=folder, env=env)
     with TemporaryDirectory() as output:
         out, err = Path(output, "out"), Path(output, "err")

@@ -102,19 +102,12 @@ def demo(lab: Command, channel: Server) -> Command:
 
 def packages(command: Command, accelerator: str = "cpu") -> dict[str, list[str]]:
     """The file names of a lock by platform, as conda-lock reads them: its own parser is the judge."""
-    path = command.folder / f"recipes/demo/{accelerator}.conda-lock.yml"
-    code = (
-        "import json, pathlib, sys\n"
-        "from conda_lock.lockfile import parse_conda_lock_file\n"
-        "found = {}\n"
-        "for p in parse_conda_lock_file(pathlib.Path(sys.argv[1])).package:\n"
-        "    assert p.manager == 'conda' and p.hash.md5 and p.hash.sha256 and p.categories == {'main'}\n"
-        "    found.setdefault(p.platform, []).append(p.url)\n"
-        "print(json.dumps(found))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    from conda_lock.lockfile import parse_conda_lock_file
+
+    found: dict[str, list[str]] = {}
+    for locked in parse_conda_lock_file(command.folder / f"recipes/demo/{accelerator}.conda-lock.yml").package:
+        assert locked.manager == "conda" and locked.hash.md5 and locked.hash.sha256 and locked.categories == {"main"}
+        found.setdefault(locked.platform, []).append(locked.url)
     for urls in found.values():
         assert all(url.startswith(FORGE + "/") for url in urls), urls
     return {key: sorted(url.rpartition("/")[2] for url in urls) for key, urls in found.items()}
