@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from envbuild.interpreter import minor_of
+
 if TYPE_CHECKING:
     from envbuild.image.layout import Blobs
     from envbuild.image.limits import ImageLimits
@@ -219,7 +221,7 @@ def completed(about: Description, contents: Inventory | None) -> Description:
     version = next((p.version for p in contents.own_conda if p.name == "python"), "")
     if about.python or not version:
         return about
-    return replace(about, python=".".join(version.split(".")[:2]), python_version=version)
+    return replace(about, python=minor_of(version), python_version=version)
 
 
 @dataclass(frozen=True, slots=True)

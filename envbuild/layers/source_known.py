@@ -11,6 +11,7 @@ from envbuild.base.errors import RecipeError
 from envbuild.base.toml import Keys, nearest
 from envbuild.data import load_table
 from envbuild.fabrics import load_fabrics
+from envbuild.interpreter import minor_of
 from envbuild.layers.source_job import PLACE
 from envbuild.lock.built import build_variables
 from envbuild.lock.conda import CondaLock
@@ -75,7 +76,7 @@ def _layer(
 ) -> SourceLayer:
     where = _where(loaded, name)
     sha256 = table.sha256 or known.versions.get(table.version, "")
-    series = ".".join(table.version.split(".")[:2])
+    series = minor_of(table.version)
     url = table.url or known.url.replace("{version}", table.version).replace("{series}", series)
     if not url:
         known_names = ", ".join(sorted(load_table("sources")["sources"]))
