@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from envbuild.data import load_table
 
 HIDDEN = "****"
-_NAMES = r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|KEY|(?<![A-Za-z])PAT(?![A-Za-z])"
+_NAMES = r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|KEY(?!SERVER|RING)|(?<![A-Za-z])PAT(?![A-Za-z])"
 _SECRET = re.compile(_NAMES, re.IGNORECASE)
 # Excludes TOKENIZERS_PARALLELISM, BYPASS and COMPASS_HOME.
 _SOUNDS_SECRET = re.compile(

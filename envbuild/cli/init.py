@@ -139,10 +139,10 @@ def report_import(made: ImportedRecipe) -> Iterator[str]:
     ]
     if not packages:
         yield "note: the sources name no package that the recipe can have: add `requirements`"
-    elif not any(re.match(r"(\S*::)?(py)?torch(?![\w.-])", text) for text in packages):
+    elif not any(re.match(r"(\S*::)?((py|lib)?torch|pytorch-(gpu|cpu))(?![\w.-])", text) for text in packages):
         yield (
-            "note: torch is in no source, and verification trains with it: add it, unless another package requires it;"
-            " without it: `trainer = false` in [verify]"
+            "note: the recipe does not name torch, and verification trains with it: add it, unless another package"
+            " requires it; without it: `trainer = false` in [verify]"
         )
     if draft.warning:
         yield f"warning: {draft.warning}"

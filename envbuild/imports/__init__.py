@@ -24,9 +24,9 @@ from envbuild.imports.conda_files import (
 )
 from envbuild.imports.dockerfile import read_dockerfile
 from envbuild.imports.lock_files import is_environment, read_installed, read_pipfile_lock, read_toml_lock
-from envbuild.imports.pip_files import read_requirements
+from envbuild.imports.pip_files import read_pipfile, read_requirements, read_setup, read_setup_cfg
 from envbuild.imports.pyproject import builds_package, read_pyproject
-from envbuild.imports.signs import gpu_signs
+from envbuild.imports.signs import comments_with_signs, gpu_signs
 from envbuild.imports.statement import UNREAD_LINE, UNUSUAL_FILE, Statement, lost, text_of
 from envbuild.recipe.project import ProjectTable, declared_code, declared_requirements
 
@@ -43,17 +43,28 @@ FORMATS: dict[str, tuple[str, Callable[..., Iterator[Statement]]]] = {
     "poetry.lock": (r"poetry\.lock", read_toml_lock),
     "Pipfile.lock": (r"Pipfile\.lock", read_pipfile_lock),
     "conda-lock.yml": (r".*conda-lock\.ya?ml", read_conda_lock),
+    "Pipfile": (r"Pipfile(?:\.(?!lock)[\w-]+)?", read_pipfile),
+    "setup.py": (r"setup\.py", read_setup),
+    "setup.cfg": (r"setup\.cfg", read_setup_cfg),
     "pixi.lock": (r"pixi\.lock", read_pixi_lock),
     "pixi.toml": (r"pixi\.toml", read_pixi),
     "environment.yml": (r".*\.ya?ml", read_environment),
     "Dockerfile": (r"(.*[._-])?([Dd]ocker|[Cc]ontainer)file([._-].*)?", read_dockerfile),
     "requirements.txt": (r".*\.(txt|in)", _read_text),
 }
+# Readers of files that people write: their comments may name GPUs.
+_COMMENTED = (
+    read_pyproject,
+    read_pixi,
+    read_environment,
+    read_dockerfile,
+    read_pipfile,
+    read_setup,
+    read_setup_cfg,
+    _read_text,
+)
 # Files that envbuild does not read → what converts them, a pattern of their dependencies, the file that has them too.
 _CONVERTED = {
-    "setup.py": ("it may compute its dependencies: write them to requirements.txt", r"\binstall_requires\b", ""),
-    "setup.cfg": ("write the lines of install_requires to requirements.txt", r"^\s*install_requires\b", ""),
-    "Pipfile": ("`pipenv lock` writes Pipfile.lock, which envbuild reads", r"^\[packages\]", "Pipfile.lock"),
     "pdm.lock": ("`pdm export --format pylock --output pylock.toml` converts it", r"^\[\[package\]\]", "pylock.toml"),
 }
 # Of the many YAML and text files of a project's folder, those with the usual names.
@@ -89,6 +100,10 @@ def read_source(path: Path, groups: Collection[str] = (), recipe: Path = _RECIPE
 def _read_file(path: Path, groups: Collection[str]) -> Iterator[Statement]:
     reader = FORMATS[_format(path.name)][1]
     yield from reader(path, groups) if reader is read_toml_lock else reader(path)
+    if reader in _COMMENTED:
+        yield from comments_with_signs(path)
+    if reader is read_setup:
+        yield from _signs_in(path, text_of(path), UNREAD_LINE)
     named = lost(f"file name: {path.name}", str(path), "a name of files for GPUs")
     yield from [named] if gpu_signs([named]) else []
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from envbuild.base.masking import is_secret, masked_text
 from envbuild.base.text import normalise
@@ -19,6 +20,7 @@ from envbuild.imports.signs import (
     gpu_note,
     gpu_signs,
     group_note,
+    is_only_elsewhere,
     is_published,
     published,
     published_note,
@@ -33,6 +35,7 @@ from envbuild.imports.statement import (
     Lose,
     Statement,
     always_on_linux,
+    contradict,
     for_linux,
     linux_places,
     python_version,
@@ -53,8 +56,9 @@ _FORMS = {
     "platform": "|".join(_PLATFORMS),
 }
 _REQUIREMENTS = ("requirement", "constraint", "pin")
-# The local version of a build for an accelerator: torch==2.7.1+cu126.
-_LOCAL = re.compile(r"===?[^;,+=]*\+([a-z]+[0-9.]*)")
+# The tag in a local version of a build for an accelerator: torch==2.7.1+cu126, but not flash-attn==2.8+cu12torch2.7.
+_LOCAL = re.compile(r"===?[^;,+=]*\+([a-z]+[0-9]*(?:\.[0-9]+)*)(?![A-Za-z0-9])")
+_ANY_LOCAL = re.compile(r"===?[^;,+=]*(\+[^\s;,]+)")
 
 
 def _requirement_problem(text: str) -> str | None:
@@ -121,6 +125,8 @@ def compose(
         return list(dict.fromkeys(e.text for e in kept if e.kind in kinds and _PLATFORMS.get(e.platform, "") == arch))
 
     given = _once(map(_without_extras, statements))
+    comments = [statement for statement in given if statement.kind == "comment"]
+    given = [statement for statement in given if statement.kind != "comment"]
     chosen = {normalise(group) for group in groups}
     known = {normalise(group): group for statement in given for group in statement.group.split()}
     for group in dict.fromkeys(groups):
@@ -154,8 +160,10 @@ def compose(
         elif statement.kind == "channel" and not is_conda:
             lose(statement, "no conda package is in the sources")
     python = python_version(kept, given, lose, preferred)
+    _lose_contradicting(kept, lose)
     pins = _pins(kept, python, targets, lose)
     named, limits = _merged(kept, "requirement"), _merged(kept, "constraint")
+    limits = {name: [_for_targets(name, text, targets) for text in texts] for name, texts in limits.items()}
     addresses = {project: pins.pop(project) for project, pin in list(pins.items()) if pin.url}
     if not named:  # a lock alone
         named = {project: [str(pin)] for project, pin in pins.items()}
@@ -172,7 +180,7 @@ def compose(
     for texts_of_project in named.values():  # a second requirement of a project has to have a marker, as the first
         constraints += texts_of_project[1:] if ";" not in texts_of_project[0] else []
         texts_of_project[1:] = texts_of_project[1:] if ";" in texts_of_project[0] else []
-    constraints += [f"{project}{re.sub(r'[+][^,;]*', '', str(pin.specifier))}" for project, pin in pins.items()]
+    constraints += [f"{project}{_without_build(pin)}" for project, pin in pins.items()]
     for statement in [statement for statement in kept if statement.kind == "override"]:
         project = _project(statement)
         if differs(project, [statement.text]) or any("@" in text for text in named.get(project, ())):
@@ -223,11 +231,14 @@ def compose(
         | {"targets": tables}
         | _filled(image=_image(kept, tuple(gone), lose, is_conda))
     )
+    gone += _rebuilt(kept, targets, given_target=bool(target))
     notes = [gpu_note(signs, targets, chosen_tags)]
     if not notes[0] and signed != chosen_tags and tags == {*chosen_tags}:
         notes.append(published_note(signs, signed, targets))
     if not target and not any(map(_chooses, kept)):
         notes += [group_note(gpu_signs(left_out), targets), elsewhere_note(gpu_signs(elsewhere), targets)]
+        if not any(notes):
+            notes.append(elsewhere_note(gpu_signs(comments), targets, "comments of the sources"))
     return Draft(name, data, tuple(kept), tuple(gone), ". ".join(filter(None, notes)))
 
 
@@ -312,7 +323,7 @@ def _problem(statement: Statement, groups: set[str]) -> str | None:
         other = re.search(r"sys_platform|platform_system|platform_machine|os_name", marker)
         return OTHER_SYSTEM if other else f"not for Python {PYTHONS[0]} to {PYTHONS[-1]}"
     tags = _LOCAL.findall(statement.text) if statement.kind in _REQUIREMENTS else ()
-    if statement.kind in _REQUIREMENTS and _project(statement) in ("pytorch-triton-xpu", "triton-xpu"):
+    if statement.kind in _REQUIREMENTS and is_only_elsewhere(statement):
         return _NO_TARGET  # its index is left out, too
     if any(tag in _OTHER_TAGS for tag in tags) and not _PYTORCH.match(statement.text):
         return _NO_TARGET
@@ -378,6 +389,25 @@ def _pins(kept: Collection[Statement], python: str, targets: list[Target], lose:
             elif name not in chosen:
                 lose(statement, "several versions fit, and the recipe can have one: add it to `constraints`")
     return chosen
+
+
+def _lose_contradicting(kept: Collection[Statement], lose: Lose) -> None:
+    """Lose requirements and pins that an earlier requirement of the same project contradicts: no version fits both."""
+    first: dict[str, list[tuple[Statement, SpecifierSet]]] = {}
+    overridden = {_project(statement) for statement in kept if statement.kind == "override"}
+    of_kinds = [statement for kind in ("requirement", "pin") for statement in kept if statement.kind == kind]
+    for statement in of_kinds:
+        requirement = Requirement(statement.text)
+        project = normalise(requirement.name)
+        if project in overridden or requirement.url or (statement.kind == "requirement" and requirement.marker):
+            continue
+        specifier = SpecifierSet(re.sub(r"\+[^,;]*", "", str(requirement.specifier)))
+        others = first.setdefault(project, [])
+        other = next((other for other, known in others if contradict(known, specifier)), None)
+        if other is not None and other.place.rpartition(":")[0] != statement.place.rpartition(":")[0]:
+            lose(statement, f"contradicts {other.text} at {other.place}, which the recipe has")
+        elif statement.kind == "requirement":
+            others.append((statement, specifier))
 
 
 def _applies(pin: Requirement, python: str, target: Target) -> bool:
@@ -450,8 +480,26 @@ def needs_index(target: Target, indexes: Iterable[str]) -> bool:
 
 def differs(name: str, texts: Collection[str]) -> bool:
     """Return whether the builds of a package, whose requirements are `texts`, differ by accelerator."""
-    local = any(accelerator_of(tag) or tag in _OTHER_TAGS for text in texts for tag in _LOCAL.findall(text))
-    return (name == "torch" or local) and " @ " not in "".join(texts)
+    return (name == "torch" or any(_is_built(name, text) for text in texts)) and " @ " not in "".join(texts)
+
+
+def _is_built(name: str, text: str) -> bool:
+    """Return whether a requirement pins a build for an accelerator; any local version of PyTorch's packages is one."""
+    tags = _LOCAL.findall(text)
+    is_pytorch = _PYTORCH.fullmatch(name) is not None and _ANY_LOCAL.search(text) is not None
+    return is_pytorch or any(accelerator_of(tag) or tag in _OTHER_TAGS for tag in tags)
+
+
+def _for_targets(name: str, text: str, targets: Sequence[Target]) -> str:
+    """Return a constraint without the local version of a build that no target has."""
+    is_other = _is_built(name, text) and not any(f"+{target.accelerator}" in text for target in targets)
+    return re.sub(r"(===?[^;,+=]*)\+[^\s;,]+", r"\1", text) if is_other else text
+
+
+def _without_build(pin: Requirement) -> str:
+    """Return the specifiers of a pin without the local version of a build for an accelerator."""
+    text, name = str(pin.specifier), normalise(pin.name)
+    return re.sub(r"[+][^,;]*", "", text) if _is_built(name, text) else text
 
 
 def built_for(text: str, pin: Requirement | None, target: Target, old: str = "") -> str:
@@ -462,19 +510,32 @@ def built_for(text: str, pin: Requirement | None, target: Target, old: str = "")
     """
     requirement = Requirement(text)
     parts = [str(part) for part in requirement.specifier] + ([str(pin.specifier)] if pin else [])
-    local = (
-        local_version(target)
-        if normalise(requirement.name) == "torch" or _LOCAL.search(" ".join([*parts, old]))
-        else ""
-    )
+    name = normalise(requirement.name)
+    is_built = name == "torch" or any(_is_built(name, text) for text in (*parts, old))
+    local = local_version(target) if is_built else ""
 
     def replaced(match: re.Match[str]) -> str:  # a longer local version of the same build, +rocm6.4.1, stays
-        return match[0] if local and (match[3] or "").startswith(local) else f"{match[1]}{match[2]}{local}"
+        is_kept = (local and (match[3] or "").startswith(local)) or not is_built
+        return match[0] if is_kept else f"{match[1]}{match[2]}{local}"
 
     built = [re.sub(r"^(===?)([^+*]+)(\+.*)?$", replaced, part) for part in parts]
     return _joined(requirement.name, requirement.extras, built) + (
         f" ; {requirement.marker}" if requirement.marker else ""
     )
+
+
+def _rebuilt(kept: Collection[Statement], targets: Sequence[Target], given_target: bool) -> Iterator[Statement]:
+    """Yield the statements whose local version the recipe replaces by that of another build, with the reason."""
+    for statement in [statement for statement in kept if statement.kind in _REQUIREMENTS]:
+        text = statement.text.partition(";")[0]
+        name, local, tags = _project_of(text), _ANY_LOCAL.search(text), _LOCAL.findall(text)
+        if not local or " @ " in text or not _is_built(name, text):
+            continue
+        is_known = any(accelerator_of(tag) for tag in tags)
+        is_same = any(local[1].startswith(f"+{target.accelerator}") for target in targets)
+        if not is_same and not (is_known and (given_target or statement.kind == "pin")):
+            new = built_for(text.strip(), None, targets[0])
+            yield replace(statement, text=text.strip(), reason=f"the recipe has the build for its target: {new}")
 
 
 def _image(kept: Collection[Statement], gone: Collection[Statement], lose: Lose, is_conda: bool) -> dict[str, Any]:

@@ -7,7 +7,7 @@ format, version 1; pixi.sh, "Manifest" and "Lock file", version 6.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,12 @@ _ROW = r"([\w.-]+)\s+([^\s=]+)\s+(\S+)(?:\s+(\S+))?"
 # Arrays of environment.yml, pixi and conda-lock → kind of their statements.
 KINDS = {"channels": "channel", "platforms": "platform", "dependencies": "conda"}
 
+# Packages that exist for Windows or macOS alone.
+_FOREIGN = re.compile(
+    r"vc|vc14_runtime|vcomp14|vs20\d\d_\S+|ucrt|wincertstore|win_inet_pton|win_unicode_console|pywin32(?:-\S+)?|pywinpty|winpty|m2w64-\S+"
+    r"|msys2-\S+|libwinpthread|console_shortcut\S*|menuinst|pyreadline3?|icc_rt|pthreads-win32|appnope|python\.app|cctools\S*|pyobjc\S*"
+)
+
 
 def _yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
     """Return the table in a YAML file, and the file's lines. Raises UsageError."""
@@ -69,6 +75,7 @@ def _line(around: Any, key: Any) -> int:
 def read_environment(path: Path) -> Iterator[Statement]:
     """Yield the statements of an environment.yml; selectors such as `# [linux64]` count. Raises UsageError."""
     data, lines = _yaml(path)
+    foreign = _system_of(data)
     for key, value in data.items():
         place = f"{path}:{_line(data, key) + 1}"
         if key in KINDS:
@@ -87,7 +94,7 @@ def read_environment(path: Path) -> Iterator[Statement]:
                             yield Statement("channel", channel, where)
                         if marks and list_at(data, "channels") not in ([], [channel]):
                             yield lost(text, where, CHANNEL)
-                        yield conda_spec(KINDS[key], spec if marks else text, where, platform=_SELECTED[selector])
+                        yield from _portable(KINDS[key], spec if marks else text, where, _SELECTED[selector], foreign)
                     else:
                         for pip in pip_line(text, where, beside(path.parent)):
                             yield replace(pip, platform=_SELECTED[selector])
@@ -95,6 +102,29 @@ def read_environment(path: Path) -> Iterator[Statement]:
             yield from (Statement("env", f"{name}={text}", place) for name, text in table_at(value).items())
         else:
             yield Statement("name", str(value), place) if key == "name" else lost(f"{key}: {value}", place, TOOL)
+
+
+def _system_of(data: Mapping[str, Any]) -> str:
+    """Return the other system on which `conda env export` wrote the file, by its prefix or packages; "" for Linux."""
+    prefix = str(data.get("prefix", ""))
+    names = {re.split(r"[=\s]", str(item))[0] for item in list_at(data, "dependencies") if str(item).count("=") > 1}
+    if re.match(r"[A-Za-z]:[\\/]", prefix) or not names.isdisjoint(("vc", "vc14_runtime", "vs2015_runtime", "ucrt")):
+        return "Windows"
+    return "macOS" if prefix.startswith(("/Users/", "/opt/homebrew/")) or "appnope" in names else ""
+
+
+def _portable(kind: str, text: str, place: str, platform: str, foreign: str) -> Iterator[Statement]:
+    """Yield a match spec; of one that was exported on a `foreign` system, the build is left out, which Linux lacks."""
+    exact = re.fullmatch(r"([\w.-]+)=([^=\s]+)=([^=\s]+)", text.strip()) if foreign else None
+    if foreign and _FOREIGN.fullmatch(re.split(r"[=\s<>]", text.strip())[0]):
+        yield lost(text, place, OTHER_SYSTEM)
+    elif not exact or exact[1] == "python" or re.match(r"py(?:hd?\w{7,9})?_\d+$", exact[3]):
+        yield conda_spec(kind, text, place, platform=platform)
+    else:
+        cuda = re.search(r"cuda_?\d[\d.]*|cu\d{3}", exact[3])
+        spec = f"{exact[1]}={exact[2]}" + (f"=*{cuda[0]}*" if cuda else "")
+        yield conda_spec(kind, spec, place, platform=platform)
+        yield lost(text, place, f"exported on {foreign}: without the build, which Linux lacks, it is carried as {spec}")
 
 
 def conda_spec(kind: str, text: str, place: str, group: str = "", platform: str = "") -> Statement:

@@ -338,6 +338,8 @@ def _placed(paths: list[Path], stage: _Stage, target: str, into: bool) -> Iterat
         inner = into or place in (stage.workdir, "/") or len({path.name for path in paths}) > 1
         same = [path for path in paths if path.is_file() and path.name == name]
         yield f"{place.rstrip('/')}/{name}" if inner else place, same
+        if not inner and "." not in posixpath.basename(place):  # the image may have this folder: COPY x.txt /tmp
+            yield f"{place}/{name}", same
     if folders := [path for path in paths if path.is_dir()]:
         yield place, folders
 

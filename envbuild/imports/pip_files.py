@@ -1,19 +1,23 @@
-"""Reader of pip's requirements files, of the arguments of `pip install`, and of dependencies in the form of Poetry.
+"""Readers of requirements in the forms of pip, setuptools, pipenv and Poetry.
 
-Sources: pip's documentation, "Requirements File Format"; the options are those of data/pip_options.toml. Variables such
-as ${TOKEN} are not replaced: they hold secrets. python-poetry.org, "Dependency specification": a name, and a version
-or a table; pixi and conda-lock share it.
+They read requirements files, the arguments of `pip install`, setup.py, setup.cfg and Pipfile. Sources: pip's
+documentation, "Requirements File Format"; setuptools, "Keywords"; pipenv, "Pipfile & Pipfile.lock"; python-poetry.org,
+"Dependency specification": a name, and a version or a table; pixi and conda-lock share it. The options are those of
+data/pip_options.toml. Variables such as ${TOKEN} are not replaced: they hold secrets. setup.py is parsed and never run:
+only literal values count.
 """
 
 from __future__ import annotations
 
+import ast
+import configparser
 import functools
 import os
 import posixpath
 import re
 import shlex
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +27,7 @@ from packaging.specifiers import SpecifierSet
 
 from envbuild.base.errors import UsageError
 from envbuild.base.text import normalise
-from envbuild.base.toml import list_at
+from envbuild.base.toml import list_at, read, table_at, value_at
 from envbuild.data import load_table
 from envbuild.imports.statement import (
     SOURCE,
@@ -297,3 +301,184 @@ def _translated(part: str) -> str:
     first = next((index for index, part in enumerate(parts) if part), len(parts) - 1)
     last = first if operator == "^" else min(1, len(parts) - 1)
     return f">={version},<{numbers[1] or ''}{'.'.join(map(str, [*parts[:last], parts[last] + 1]))}"
+
+
+# ---- setup.py, setup.cfg and Pipfile
+COMPUTED = "computed by the program, which init does not run: name the file that has it with --from"
+_LISTS = {"install_requires": "", "setup_requires": "setup_requires", "tests_require": "tests_require"}
+_CATEGORIES = {"packages": "", "dev-packages": "develop"}
+_SETTINGS = {"extras", "editable", "path", "file", "index", "git", "ref", "subdirectory", "version", "markers"}
+
+
+def read_setup(path: Path) -> Iterator[Statement]:
+    """Yield the statements of the call of setup() in a setup.py; values that are no literals are named."""
+    try:
+        tree = ast.parse(text_of(path))
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(f"{path}: not Python 3: {error}", "write its install_requires to requirements.txt") from None
+    values, given = _assigned(tree), list[tuple[str, ast.expr]]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "setup":
+            given += [pair for keyword in node.keywords for pair in _keywords(keyword, values)]
+    for name, value in given:
+        place, text = f"{path}:{value.lineno}", _literal(value, values)
+        if name in ("name", "python_requires") and isinstance(text, str):
+            yield Statement("name" if name == "name" else "python", text, place)
+        elif name == "extras_require":
+            yield from _extras(value, values, str(path), place)
+        elif name in _LISTS:
+            yield from _requirements(value, values, str(path), name, _LISTS[name])
+    if "install_requires" in text_of(path) and "install_requires" not in dict(given):
+        yield lost("install_requires", str(path), COMPUTED)
+
+
+def _keywords(keyword: ast.keyword, values: Mapping[str, ast.expr]) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the keyword of a call with its value, or those of `**NAME` if NAME is a dictionary with literal keys."""
+    value = keyword.value
+    if keyword.arg:
+        yield keyword.arg, value
+        return
+    value = values.get(value.id, value) if isinstance(value, ast.Name) else value
+    if isinstance(value, ast.Call) and ast.unparse(value.func) == "dict":
+        yield from ((inner.arg, inner.value) for inner in value.keywords if inner.arg)
+    elif isinstance(value, ast.Dict):
+        pairs = zip(value.keys, value.values, strict=True)
+        yield from ((str(key.value), inner) for key, inner in pairs if isinstance(key, ast.Constant))
+
+
+def _assigned(tree: ast.Module) -> dict[str, ast.expr]:
+    """Return the names that the module assigns once, with their values."""
+    pairs = [
+        (target.id, node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    ]
+    changed = {
+        ast.unparse(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in ("append", "extend", "update", "insert", "remove")
+    }
+    changed |= {ast.unparse(node.target) for node in ast.walk(tree) if isinstance(node, ast.AugAssign)}
+    names = [name for name, _ in pairs]
+    return {name: value for name, value in pairs if names.count(name) == 1 and name not in changed}
+
+
+def _literal(node: ast.expr, values: Mapping[str, ast.expr]) -> object:
+    """Return the value of a literal, or of a name for one; None for any other expression."""
+    try:
+        return ast.literal_eval(values.get(node.id, node) if isinstance(node, ast.Name) else node)
+    except (ValueError, TypeError, MemoryError, RecursionError):
+        return None
+
+
+def _items(node: ast.expr, values: Mapping[str, ast.expr], depth: int = 0) -> Iterator[ast.expr]:
+    """Yield the expressions in a list, a sum of lists, or a name for one."""
+    if isinstance(node, ast.Name) and node.id in values and depth < 8:
+        yield from _items(values[node.id], values, depth + 1)
+    elif isinstance(node, (ast.List, ast.Tuple, ast.Set)):
+        for item in node.elts:
+            yield from _items(item.value, values, depth + 1) if isinstance(item, ast.Starred) else [item]
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        yield from _items(node.left, values, depth)
+        yield from _items(node.right, values, depth)
+    else:
+        yield node
+
+
+def _requirements(
+    node: ast.expr, values: Mapping[str, ast.expr], file: str, name: str, group: str
+) -> Iterator[Statement]:
+    """Yield the requirements in the value of the keyword `name`; a string has one in each line."""
+    for item in _items(node, values):
+        text, place = _literal(item, values), f"{file}:{item.lineno}"
+        if not isinstance(text, str):
+            yield lost(f"{name}: {ast.unparse(item)}", place, COMPUTED, group)
+            continue
+        for line in filter(None, map(str.strip, text.split("\n"))):
+            yield Statement("requirement", line, place, group)
+
+
+def _extras(node: ast.expr, values: Mapping[str, ast.expr], file: str, place: str) -> Iterator[Statement]:
+    node = values.get(node.id, node) if isinstance(node, ast.Name) else node
+    if not isinstance(node, ast.Dict):
+        yield lost(f"extras_require: {ast.unparse(node)}", place, COMPUTED)
+        return
+    for key, value in zip(node.keys, node.values, strict=True):
+        group = _literal(key, values) if key else None
+        if isinstance(group, str):
+            extra, _, marker = group.partition(":")  # "gpu:sys_platform == 'linux'"
+            for statement in _requirements(value, values, file, f"extras_require[{group!r}]", extra):
+                yield (
+                    statement
+                    if not marker
+                    else Statement(
+                        statement.kind, f"{statement.text} ; {marker}", statement.place, extra, reason=statement.reason
+                    )
+                )
+        else:
+            yield lost(f"extras_require: {ast.unparse(value)}", place, COMPUTED)
+
+
+def read_setup_cfg(path: Path) -> Iterator[Statement]:
+    """Yield the statements of a setup.cfg. Raises UsageError."""
+    text = text_of(path)
+    config = configparser.RawConfigParser(inline_comment_prefixes=None)
+    config.optionxform = str  # type: ignore[assignment,method-assign]
+    try:
+        config.read_string(text)
+    except configparser.Error as error:
+        raise UsageError(f"{path}: {' '.join(str(error).split())}", "correct the file") from None
+    lines = text.split("\n")
+
+    def place(word: str) -> str:
+        return f"{path}:{next((number for number, line in enumerate(lines, 1) if word in line), 1)}"
+
+    for section, key, kind in (("metadata", "name", "name"), ("options", "python_requires", "python")):
+        if value := config.get(section, key, fallback=""):
+            yield Statement(kind, value.strip(), place(key))
+    groups = {("options", key): group for key, group in _LISTS.items()}
+    extras = "options.extras_require"
+    groups |= {(extras, key): key for key in (config.options(extras) if config.has_section(extras) else ())}
+    for (section, key), group in groups.items():
+        for line in config.get(section, key, fallback="").replace(";\n", "\n").split("\n"):
+            stripped = line.split(" #")[0].strip()
+            if stripped.startswith("file:"):
+                yield lost(f"{key} = {stripped}", place(stripped), "name that file with --from", group)
+            elif stripped and not stripped.startswith("#"):
+                yield Statement("requirement", stripped, place(stripped), group)
+
+
+def read_pipfile(path: Path) -> Iterator[Statement]:
+    """Yield the statements of a Pipfile; the group of other packages than those of [packages] is the category."""
+    document = read(path, UsageError)
+    for key in ("python_version", "python_full_version"):
+        if python := value_at(document.data, "requires", key):
+            minor = ".".join(str(python).split(".")[:2])
+            yield Statement("python", f"=={minor}.*", document.where("requires", key))
+            break
+    for number, row in enumerate(map(table_at, list_at(document.data, "source"))):
+        yield Statement("index", str(row.get("url")), document.where("source", number))
+    for category, table in document.data.items():
+        if category in ("source", "requires", "scripts", "pipenv") or not isinstance(table, dict):
+            continue
+        group = _CATEGORIES.get(category, category)
+        for name, given in table.items():
+            place, about = document.where(category, name), given if isinstance(given, dict) else {"version": given}
+            yield from poetry_requirement(name, _as_poetry(about), place, group)
+            for key in sorted({"index"} & about.keys()):
+                yield lost(f"{name}: index = {about[key]}", place, TOOL, group)
+
+
+def _as_poetry(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return pipenv's table of a package as Poetry's: other names of keys are variables of markers."""
+    markers = [str(about["markers"])] if "markers" in about else []
+    markers += [f"{key} {value}" for key, value in about.items() if key not in _SETTINGS and isinstance(value, str)]
+    kept = {key: value for key, value in about.items() if key in _SETTINGS and key not in ("index", "editable")}
+    kept |= {"rev": kept.pop("ref")} if "ref" in kept else {}
+    return kept | (
+        {"markers": " and ".join(f"({marker})" if len(markers) > 1 else marker for marker in markers)}
+        if markers
+        else {}
+    )

@@ -9,6 +9,7 @@ import functools
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from urllib.parse import unquote
 
 from packaging.specifiers import SpecifierSet
@@ -21,6 +22,7 @@ from envbuild.data import load_table
 from envbuild.imports.statement import (
     BOUND,
     BRANCH,
+    COMMENT,
     ENVIRONMENTS,
     NOT_IN_IMAGE,
     NOT_TAKEN,
@@ -29,6 +31,7 @@ from envbuild.imports.statement import (
     UNUSED_INDEX,
     UNUSUAL_FILE,
     Statement,
+    text_of,
 )
 from envbuild.recipe.targets import ACCELERATORS, Target, accelerator_of
 
@@ -43,6 +46,8 @@ _REQUIREMENTS = ("requirement", "constraint", "pin", "override")
 _MAYBE = (BRANCH, UNUSED_INDEX, UNUSUAL_FILE, UNREAD_LINE)
 # Statements that say nothing about this environment.
 ELSEWHERE = (OTHER_SYSTEM, NOT_IN_IMAGE, NOT_TAKEN)
+# A comment of TOML, YAML, a requirements file, Dockerfile or Python; not the output of pip-compile.
+_COMMENT = re.compile(r"(?:^|\s)(#+\s*(?!via\b|\s{2})[^#\s].*)")
 _TORCH = re.compile(r"(?:[\w./-]+::)?(?:torch|pytorch|pytorch-cuda|libtorch)(?![\w-])")
 
 
@@ -59,6 +64,7 @@ class GpuSign:
     version: str
     weak: bool
     name: str = ""
+    any_gpu: bool = False
 
     @property
     def rank(self) -> int:
@@ -88,6 +94,8 @@ class _SignRow:
     kinds: frozenset[str]
     family: str
     weak: bool
+    any_gpu: bool
+    unpublished: re.Pattern[str] | None
 
 
 def tag_of_version(family: str, version: str) -> str:
@@ -102,6 +110,22 @@ def gpu_signs(statements: Iterable[Statement], groups: Collection[str] | None = 
     """
     signs = (_sign(statement) or _group_sign(statement, groups) for statement in statements)
     return [sign for sign in signs if sign is not None]
+
+
+def is_only_elsewhere(statement: Statement) -> bool:
+    """Return whether a requirement is of a package that only an index for an accelerator without a target has."""
+    patterns = [row.unpublished for row in _rows() if row.unpublished]
+    return any(
+        pattern.match(name) for pattern in patterns for name in [normalise(re.split(r"[^\w.-]", statement.text)[0])]
+    )
+
+
+def comments_with_signs(path: Path) -> Iterator[Statement]:
+    """Yield the comments of a file that have a sign of GPUs: its author may mean one that no requirement names."""
+    for number, line in enumerate(text_of(path).split("\n"), 1):
+        if comment := _COMMENT.search(line):
+            statement = Statement("comment", " ".join(comment[1].split()), f"{path}:{number}", reason=COMMENT)
+            yield from [statement] if gpu_signs([statement]) else []
 
 
 def tags_of(signs: Sequence[GpuSign], torch: Collection[SpecifierSet], arch: str) -> list[str]:
@@ -201,7 +225,7 @@ def gpu_note(signs: Sequence[GpuSign], targets: Sequence[Target], tags: Sequence
 
     def is_carried(sign: GpuSign) -> bool:
         # Names of CUDA in variables and commands are those of ROCm's builds, too: NVTE_FRAMEWORK, TRITON_CACHE_DIR.
-        is_general = sign.weak and sign.family == "cuda" and not sign.version
+        is_general = sign.any_gpu or (sign.weak and sign.family == "cuda" and not sign.version)
         return any(_agrees(target.accelerator, sign) or (is_general and target.family.gpu) for target in targets)
 
     settled = any(sign.rank == 0 and is_carried(sign) for sign in signs)
@@ -246,14 +270,20 @@ def group_note(signs: Sequence[GpuSign], targets: Sequence[Target]) -> str:
     )
 
 
-def elsewhere_note(signs: Sequence[GpuSign], targets: Sequence[Target]) -> str:
-    """Return the warning about `signs` of statements that are not for this recipe, or "" if a target is for GPUs."""
+ELSEWHERE_PARTS = "other stages, branches or systems, or unused indexes,"
+
+
+def elsewhere_note(signs: Sequence[GpuSign], targets: Sequence[Target], parts: str = ELSEWHERE_PARTS) -> str:
+    """Return the warning about `signs` in `parts` of the sources that are not for this recipe.
+
+    Returns "" if a target is for GPUs.
+    """
     if not signs or any(target.family.gpu for target in targets):
         return ""
     names = ", ".join(target.name for target in targets)
     tag = next((sign.tag for sign in signs if sign.tag), ACCELERATORS["cuda"].usual[-1])
     return (
-        f"other stages, branches or systems, or unused indexes, name GPUs, and the recipe is for {names}:"
+        f"{parts} name GPUs, and the recipe is for {names}:"
         f" {_named(signs)}. If it is meant for GPUs, choose --target {tag}-{targets[0].arch}"
     )
 
@@ -293,6 +323,8 @@ def _rows() -> tuple[_SignRow, ...]:
             frozenset(row.get("in", ())),
             row.get("family", "cuda"),
             row.get("weak", False),
+            row.get("any_gpu", False),
+            re.compile(row["unpublished"]) if "unpublished" in row else None,
         )
         for row in load_table("gpu_signs")["sign"]
     )
@@ -322,7 +354,7 @@ def _forms(statement: Statement) -> Iterator[_Form]:
     if kind in _REQUIREMENTS:
         yield from ((kind, form) for form in _names(text))
     elif (
-        kind in ("lost", "env")
+        kind in ("lost", "env", "comment")
         and not text.startswith(_PROSE)
         and "pip uninstall" not in text
         and statement.reason not in (BOUND, ENVIRONMENTS)
@@ -390,7 +422,7 @@ def _sign(statement: Statement) -> GpuSign | None:
             parts = [part for part in (groups.get("major"), groups.get("minor")) if part]
             version = (accelerator.version(tag) if tag else ".".join(parts)) or ""
             weak = row.weak or kind != _kind(statement)
-            signs.append(GpuSign(statement, accelerator.name, version, weak, name))
+            signs.append(GpuSign(statement, accelerator.name, version, weak, name, row.any_gpu))
     return max(signs, key=lambda sign: ("." in sign.version, not sign.weak, len(sign.version)), default=None)
 
 

@@ -31,6 +31,7 @@ BRANCH = "in a branch or loop of the shell that envbuild does not evaluate: name
 NOT_TAKEN = "in a branch of the shell that the values of ARG and ENV do not take"
 UNUSED_INDEX = "an explicit index that no package names"
 UNREAD_LINE = "a line of a file that envbuild does not read"
+COMMENT = "a comment"
 UNUSUAL_FILE = "not the usual name, so the import of its folder leaves it out: name it with --from"
 INDEX = "the site decides which index serves a package: name it in pip's configuration, or in `indexes`"
 TOOL = "a setting of that tool, not a package"
@@ -249,25 +250,28 @@ def python_version(kept: Collection[Statement], given: Iterable[Statement], lose
     It is the `preferred` one, else the first of `pythons`. `given` are all statements of the sources: files for one
     Python that a recipe cannot have still tell it.
     """
-    accepted = pythons()
+    accepted, old = pythons(), list[Statement]()
     stated = [statement for statement in kept if statement.kind == "python" or re.match(r"python \d", statement.text)]
     for statement in stated:
         try:
             specifiers = SpecifierSet(re.sub(r"^python (\d+\.\d+).*", r"==\1.*", statement.text))
             # Any patch release counts: ">=3.11.4" accepts 3.11.
             fitting = [python for python in accepted if any(f"{python}.{patch}" in specifiers for patch in range(40))]
-            is_old = not fitting and any(f"{old}.{patch}" in specifiers for old in _OLD for patch in range(40))
+            is_old = not fitting and any(f"{older}.{patch}" in specifiers for older in _OLD for patch in range(40))
         except (InvalidSpecifier, ValueError):
             fitting, is_old = [], False
         if is_old:  # the oldest one has most of the wheels of that time
             accepted = sorted(accepted, key=PYTHONS.index)
-            lose(statement, f"envbuild has Python {PYTHONS[0]} to {PYTHONS[-1]}: the recipe has the nearest that fits")
+            old.append(statement)
         elif not fitting:
             lose(statement, f"no Python of {PYTHONS[0]} to {PYTHONS[-1]} that the other sources accept too")
         accepted = fitting or accepted
     for fits in (_has_files(given), _has_wheels(kept)):
         accepted = [python for python in accepted if fits(python)] or accepted
-    return preferred if preferred in accepted else accepted[0]
+    chosen = preferred if preferred in accepted else accepted[0]
+    for statement in old:
+        lose(statement, f"envbuild has Python {PYTHONS[0]} to {PYTHONS[-1]}: the recipe has {chosen}")
+    return chosen
 
 
 def pythons() -> list[str]:

@@ -82,7 +82,7 @@ def test_refusals(folder: Path, arguments: list[str], said: str) -> None:
 def test_the_name_is_that_of_the_project(folder: Path) -> None:
     (folder / "pyproject.toml").write_text('[project]\nname = "My.Train"\ndependencies = ["tqdm"]\n')
     done = run("--from", "pyproject.toml")
-    assert done.stdout == "recipes/my.train/recipe.toml\n" and "torch is in no source" in done.stderr
+    assert done.stdout == "recipes/my.train/recipe.toml\n" and "the recipe does not name torch" in done.stderr
 
 
 @pytest.mark.parametrize(

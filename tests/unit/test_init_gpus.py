@@ -500,3 +500,80 @@ def test_the_local_version_of_another_index_stays(tmp_path: Path) -> None:
     ((_, table),) = recipe.targets.items()
     assert table.requirements == ("torch==2.10.0+rocm7.13.0a20260513",)
     assert table.indexes == ("https://nightlies.example/v2/gfx120X/",)
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "requirements", "named"),
+    [
+        ("torch==2.3.1+cxx11.abi", None, ["torch==2.3.1+cpu"], "torch==2.3.1+cxx11.abi"),
+        ("torchvision==0.18.1+cxx11.abi\ntorch", None, ["torchvision==0.18.1+cpu", "torch"], "torchvision==0.18"),
+        ("torch==2.6.0+computecanada", "cu126-x86_64", ["torch==2.6.0+cu126"], "torch==2.6.0+computecanada"),
+        (
+            "torch==2.6.0+cu126\ntorchaudio==2.6.0+cu124",
+            None,
+            ["torch==2.6.0+cu126", "torchaudio==2.6.0+cu126"],
+            "cu124",
+        ),
+        ("torch==2.6.0+cu126", "cpu-x86_64", ["torch==2.6.0+cpu"], ""),
+        ("torch==2.0.0+cu117.with.pypi.cudnn", None, ["torch==2.0.0+cu117.with.pypi.cudnn"], ""),
+    ],
+)
+def test_a_local_version_is_carried_or_its_replacement_is_named(
+    tmp_path: Path, text: str, target: str | None, requirements: list[str], named: str
+) -> None:
+    draft, recipe = imported(tmp_path, "requirements.txt", f"{text}\n", target=target)
+    (table,) = recipe.targets.values()
+    assert sorted(table.requirements) == sorted(requirements)
+    replaced = [one.text for one in draft.lost if "the build for its target" in one.reason]
+    assert (len(replaced) == 1 and named in replaced[0]) if named else replaced == []
+
+
+def test_local_versions_of_other_packages_stay(tmp_path: Path) -> None:
+    text = "torch==2.7.0+cu126\nflash-attn==2.8.0+cu12torch2.7\nnumpy==1.26.4+computecanada\n"
+    _, recipe = imported(tmp_path, "requirements.txt", text, target="cu128-x86_64")
+    assert recipe.requirements == ("flash-attn==2.8.0+cu12torch2.7", "numpy==1.26.4+computecanada")
+    (tmp_path / "c.txt").write_text("torch==2.6.0+cu126\n")
+    _, recipe = imported(tmp_path, "requirements.txt", "-c c.txt\ntorch\n", target="cpu-x86_64")
+    assert recipe.constraints == ("torch==2.6.0",)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "named"),
+    [
+        ("requirements.txt", "numpy\n# GPU dependencies (CUDA 12.1)\n", "--target cu121-x86_64"),
+        ("requirements.txt", "numpy  # pip install 'jax[cuda12]' for accelerators\n", "jax[cuda12]"),
+        ("pyproject.toml", '[project]\nname = "a"\ndependencies = ["rich"]  # needs an NVIDIA card\n', "NVIDIA card"),
+        ("environment.yml", "dependencies:\n- numpy  # 支持GPU加速\n", "GPU"),
+        (
+            "Dockerfile",
+            "FROM python:3.11\n# torch with ROCm 6.2 is installed by hand\nRUN pip install rich\n",
+            "ROCm 6.2",
+        ),
+        ("requirements.txt", "numpy\n# not without a GPU-free host, no CUDA\n", ""),
+        ("requirements.txt", "torch==2.6.0+cu126\n# CUDA 12.1\n", ""),
+        ("requirements.txt", "numpy\n    # via cuda-python\n", ""),
+    ],
+)
+def test_a_sign_in_a_comment_chooses_no_target_and_is_named(tmp_path: Path, name: str, text: str, named: str) -> None:
+    draft, recipe = imported(tmp_path, name, text, target=None)
+    if named:
+        assert list(recipe.targets) == ["cpu-x86_64"]
+        assert named in draft.warning and "comments of the sources name GPUs" in draft.warning
+    else:
+        assert draft.warning == ""
+
+
+@pytest.mark.parametrize("text", ["deepspeed==0.16.0", "bitsandbytes", "flash-attn", "vllm"])
+def test_packages_for_gpus_of_several_families_agree_with_each(tmp_path: Path, text: str) -> None:
+    index = "--extra-index-url https://download.pytorch.org/whl/rocm6.2\n"
+    assert imported(tmp_path, "requirements.txt", f"{index}torch\n{text}\n", target=None)[0].warning == ""
+    assert "(CUDA)" in imported(tmp_path, "requirements.txt", f"torch\n{text}\n", target=None)[0].warning
+
+
+@pytest.mark.parametrize("name", ["triton-xpu==3.0.0", "habana-torch-plugin", "torch_musa", "neuronx-cc==2.15"])
+def test_packages_that_only_an_accelerators_own_index_has_are_left_out(tmp_path: Path, name: str) -> None:
+    draft, recipe = imported(tmp_path, "requirements.txt", f"{name}\nnumpy\n", target=None)
+    assert recipe.requirements == ("numpy",) and "envbuild has no target for" in draft.warning
+    assert [one.text for one in draft.lost] == [name]
+    _, recipe = imported(tmp_path, "requirements.txt", "torch-npu==2.6.0\n", target=None)
+    assert recipe.requirements == ("torch-npu==2.6.0",)

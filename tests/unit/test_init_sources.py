@@ -206,9 +206,9 @@ def test_files_that_another_tool_converts_are_named(tmp_path: Path) -> None:
     (tmp_path / "Pipfile").write_text("[packages]\nrich = '*'\n")
     (tmp_path / "pdm.lock").write_text('[[package]]\nname = "rich"\n')
     draft, _ = draft_of(tmp_path)
-    assert {entry.text for entry in draft.lost} == {"setup.py", "Pipfile", "pdm.lock"}
-    assert "pipenv lock" in reason(draft, "Pipfile") and "pdm export" in reason(draft, "pdm.lock")
-    for name, said in (("Pipfile", "pipenv lock"), ("a.sqsh", "envbuild inspect")):
+    assert {entry.text for entry in draft.lost} == {"pdm.lock"}
+    assert "pdm export" in reason(draft, "pdm.lock") and set(draft.data["requirements"]) == {"numpy", "rich"}
+    for name, said in (("pdm.lock", "pdm export"), ("a.sqsh", "envbuild inspect")):
         (tmp_path / name).touch()
         with pytest.raises(UsageError) as caught:
             list(read_source(tmp_path / name))

@@ -254,7 +254,7 @@ def test_a_python_that_is_too_old_becomes_the_nearest(tmp_path: Path, name: str,
     (tmp_path / name).write_text(text)
     draft, recipe = draft_of(tmp_path / name)
     assert recipe.python == "3.9"
-    assert [one.reason for one in draft.lost if "nearest" in one.reason]
+    assert [one.reason for one in draft.lost if "the recipe has 3.9" in one.reason]
 
 
 def test_the_python_of_the_projects_tools(tmp_path: Path) -> None:
@@ -434,3 +434,27 @@ def test_a_project_that_a_recipe_cannot_have_is_listed(tmp_path: Path) -> None:
     assert any("is not UTF-8" in one for one in reasons)
     (tmp_path / "pyproject.toml").write_text(text.replace(', "x @ https://host.example/x.zip"', ""))
     assert draft_of(tmp_path)[0].data["project"]
+
+
+def test_an_environment_that_was_exported_on_windows(tmp_path: Path) -> None:
+    text = (
+        "name: a\ndependencies:\n  - numpy=1.26.4=py311hdab7c0b_0\n"
+        "  - vc=14.42=haa95532_3\n  - tqdm=4.65.0=pyhd8ed1ab_0\n"
+        "  - pytorch=2.1.2=py3.11_cuda12.1_cudnn8_0\n  - m2w64-gcc-libs=5.3.0=7\n  - python=3.11.5=he1021f5_0\n"
+        "prefix: C:\\Users\\a\\envs\\a\n"
+    )
+    (tmp_path / "environment.yml").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    draft, recipe = draft_of(tmp_path / "environment.yml", target=None)
+    assert recipe.conda is not None
+    assert recipe.conda.dependencies[:3] == ("numpy=1.26.4", "tqdm=4.65.0=pyhd8ed1ab_0", "pytorch=2.1.2=*cuda12.1*")
+    assert list(recipe.targets) == ["cu121-x86_64"]
+    reasons = {one.text: one.reason for one in draft.lost}
+    assert "carried as numpy=1.26.4" in reasons["numpy=1.26.4=py311hdab7c0b_0"]
+    assert "operating system" in reasons["vc=14.42=haa95532_3"] and "m2w64-gcc-libs=5.3.0=7" in reasons
+
+
+def test_a_file_that_a_dockerfile_copies_to_a_folder_of_its_base(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("rich==14.0.0\n")
+    for run in ("cd /tmp && pip install -r requirements.txt", "pip install -r /tmp/requirements.txt"):
+        (tmp_path / "Dockerfile").write_text(f"FROM python:3.11\nWORKDIR /app\nCOPY requirements.txt /tmp\nRUN {run}\n")
+        assert draft_of(tmp_path / "Dockerfile")[1].requirements == ("rich==14.0.0",)

@@ -160,3 +160,9 @@ def test_uv_explains_a_wrong_url_without_its_password(url: str, tmp_path: Path) 
     )
     assert done.returncode == 3 and "me:****@host" in done.stderr
     assert "er2" not in done.stderr
+
+
+def test_a_server_of_keys_is_no_secret() -> None:
+    text = "apt-key adv --keyserver keyserver.example.org --recv-keys ABCD"
+    assert masked_text(text).startswith("apt-key adv --keyserver keyserver.example.org")
+    assert masked_text("--key hunter2") == "--key ****"

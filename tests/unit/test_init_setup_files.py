@@ -1,0 +1,86 @@
+"""`envbuild init` on setup.py, setup.cfg and Pipfile, and on sources that contradict each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lab.drafts import draft_of
+
+SETUP = """
+from setuptools import find_packages, setup
+BASE = ["numpy>=1.24,<3", "rich"]
+DEV = ["pytest"]
+DEV.append("ruff")
+setup(
+    name="Own",
+    python_requires=">=3.10",
+    install_requires=BASE + ["pandas; python_version < '3.0'", "torch==2.6.0"] + read("more.txt"),
+    extras_require={"gpu": ["flash-attn>=2"], "dev": DEV, ":sys_platform == 'win32'": ["pywin32"]},
+)
+"""
+
+
+def test_literals_of_setup_py_are_carried_and_the_rest_is_named(tmp_path: Path) -> None:
+    (tmp_path / "setup.py").write_text(SETUP)
+    draft, recipe = draft_of(tmp_path / "setup.py", target=None)
+    assert recipe.requirements == ("numpy>=1.24,<3", "rich")
+    assert recipe.targets["cpu-x86_64"].requirements == ("torch==2.6.0+cpu",) and recipe.python == "3.11"
+    lost = {one.text: one.reason for one in draft.lost}
+    assert "computed by the program" in lost["install_requires: read('more.txt')"]
+    assert "computed by the program" in lost["extras_require['dev']: DEV"]
+    assert "--extra gpu" in lost["flash-attn>=2"] and "another operating system" in lost["pywin32"]
+    assert "--extra gpu" in draft.warning and "flash-attn" in draft.warning
+    _, recipe = draft_of(tmp_path / "setup.py", groups=("gpu",))
+    assert "flash-attn>=2" in recipe.requirements
+
+
+def test_keywords_of_a_dictionary_and_a_program_without_literals(tmp_path: Path) -> None:
+    (tmp_path / "setup.py").write_text("args = dict(install_requires=['rich>=13'])\nsetup(**args)\n")
+    assert draft_of(tmp_path / "setup.py")[1].requirements == ("rich>=13",)
+    (tmp_path / "setup.py").write_text("from own import install_requires\nown.run(install_requires)\n")
+    draft, _ = draft_of(tmp_path / "setup.py")
+    assert [(one.text, one.reason[:8]) for one in draft.lost] == [("install_requires", "computed")]
+
+
+def test_setup_cfg(tmp_path: Path) -> None:
+    text = (
+        "[metadata]\nname = own\n[options]\npython_requires = >=3.9\ninstall_requires =\n    numpy>=1.24\n"
+        "    # not this\n    rich; python_version >= '3.9'  # why\n    file: base.txt\n"
+        "[options.extras_require]\ngpu = cupy-cuda12x\n"
+    )
+    (tmp_path / "setup.cfg").write_text(text)
+    draft, recipe = draft_of(tmp_path / "setup.cfg")
+    assert recipe.requirements == ("numpy>=1.24", 'rich; python_version >= "3.9"')
+    assert {one.text: one.reason for one in draft.lost} == {
+        "install_requires = file: base.txt": "name that file with --from",
+        "cupy-cuda12x": "belongs to gpu: carry it with --extra gpu",
+    }
+
+
+def test_a_pipfile_beside_its_lock(tmp_path: Path) -> None:
+    (tmp_path / "Pipfile").write_text(
+        '[[source]]\nurl = "https://download.pytorch.org/whl/cu126"\nname = "pytorch"\n'
+        '[packages]\nnumpy = ">=1.24"\nrich = "*"\nb = {git = "https://host.example/b.git", ref = "v1"}\n'
+        "pywin32 = {version = '*', sys_platform = \"== 'win32'\"}\n"
+        'torch = {version = "==2.6.0", index = "pytorch"}\nown = {path = ".", editable = true}\n'
+        '[dev-packages]\npytest = "*"\n[requires]\npython_version = "3.11"\n'
+    )
+    draft, recipe = draft_of(tmp_path / "Pipfile", target=None)
+    assert recipe.requirements == ("numpy>=1.24", "rich", "b @ git+https://host.example/b.git@v1")
+    assert recipe.targets["cu126-x86_64"].requirements == ("torch==2.6.0+cu126",)
+    lost = {one.text.split(" ")[0]: one.reason for one in draft.lost}
+    assert "--extra develop" in lost["pytest"] and "another operating" in lost["pywin32"] and "own" in lost
+    (tmp_path / "Pipfile.lock").write_text(
+        '{"_meta": {"pipfile-spec": 6}, "default": {"numpy": {"version": "==2.0.0"}, "idna": {"version": "==3.4"}}}'
+    )
+    _, recipe = draft_of(tmp_path, target=None)
+    assert "numpy>=1.24" in recipe.requirements and set(recipe.constraints) == {"numpy==2.0.0", "idna==3.4"}
+
+
+def test_of_contradicting_sources_the_first_is_carried_and_the_other_named(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "a"\ndependencies = ["numpy>=2", "rich>=13"]\n')
+    (tmp_path / "requirements.txt").write_text("numpy==1.26.4\nrich==14.0.0\n")
+    draft, recipe = draft_of(tmp_path)
+    assert recipe.requirements == ("numpy>=2", "rich>=13,==14.0.0")
+    reasons = {one.text: one.reason for one in draft.lost}
+    assert reasons["numpy==1.26.4"].startswith(f"contradicts numpy>=2 at {tmp_path}/pyproject.toml:3")
