@@ -106,8 +106,10 @@ def lint(text: str, name: str, schedulers: Mapping[str, ScriptFacts]) -> list[Pr
             fault = replace(fault, level="warning")
         at = min(max(one.line, 1), max(len(lines), 1))
         line = lines[at - 1] if lines else ""
-        if _ignored(line, one.id) or (one.id in _OF_TEMPLATES and _TEMPLATE.search(name)):
+        if _ignored(line, one.id):
             continue
+        if one.id in _OF_TEMPLATES and _TEMPLATE.search(name):
+            fault = replace(fault, level="hint")
         advice = fault.of_scheduler.get(scheduler) or fault.instead
         what, instead = (
             redact(text.replace("{nodes}", one.nodes).replace("{value}", one.value[:_SHOWN]))

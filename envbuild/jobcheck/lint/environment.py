@@ -6,7 +6,6 @@ import posixpath
 import re
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Literal
 
 from envbuild.base.masking import looks_secret, sounds_secret
 from envbuild.jobcheck.lint.directives import option_values
@@ -25,6 +24,10 @@ _DEFAULT = re.compile(r"\W?\$\{\w+:?-")
 _WRITES = re.compile(r"(?<![>&\d])>\s*+(?!/dev/)([\w./-]++)\s*+(?:2>\s*+&1)?\s*+&?\s*+$")
 _WRITTEN = re.compile(r"(?:(?<!<)[>&]>?|\btee(?: -a)?)[ ]?['\"]?(?:\./)?([A-Za-z][\w-]{0,40})/[\w.${}%/-]{1,100}")
 _MAKES = frozenset(["mkdir", "install", "cd", "tar", "git", "unzip", "cp", "rsync"])
+# What makes the name of a log one of a task, and of a run. $(date …) of PBS's directives is no such thing.
+_OF_TASK = re.compile(r"%\d*[ajJI]|\$|\^array|\{")
+_LOG = re.compile(r"[^/]\.(?:log|out|err|txt|[oe])$")
+_OF_RUN = re.compile(r"%\d*A")
 _ARRAY = re.compile(r"(?:--array|-a|-J)[= ]?(?:[^\s\[]{0,100}\[)?\d{1,9}[-,]\d")
 _USES = frozenset(["bash", "sh", "zsh", "source", ".", "cd", "pushd"])
 _MOST_FOLDERS = 50  # folders that are looked for
@@ -61,13 +64,6 @@ _ADDRESSES = re.compile(r"(?!127\.)\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?(?:,\d{1,3}(?
 _FILE_OPTIONS = ("--hostfile", "-hostfile", "-machinefile", "--machinefile", "--default-hostfile")
 _HOST_OPTIONS = ("-H", "--host", "-host", "--hosts", "-hosts")
 _STARTS_RANKS = frozenset(["mpirun", "mpiexec", "mpiexec.hydra", "orterun", "horovodrun", "deepspeed", "prun"])
-# Values that only exist in the job: on the host that submits it, they are empty or those of that host.
-_OF_JOB = re.compile(
-    r"(?<![\\\w])(?:\$\{?(?:SLURM_(?!JOB_NAME)\w+|SLURMD_NODENAME|PBS_(?!O_)\w+|LSB_\w+)"
-    r"|\$\((?:hostname|scontrol show hostnames?)\b)"
-)
-_ENDPOINT = re.compile(r"MASTER|HEAD|RDZV|_ADDR|_HOST\b|master[-_]addr|rdzv|_ip\b", re.IGNORECASE)
-_OF_DOCKER = frozenset(["docker", "nvidia-docker"])
 
 
 def of_output(script: ParsedScript) -> Iterator[Found]:
@@ -85,14 +81,15 @@ def of_output(script: ParsedScript) -> Iterator[Found]:
     for line, words in script.directives:
         for value in option_values(words, names):
             folder = posixpath.normpath(posixpath.dirname(value) or ".")
-            # Users rarely forget to create an absolute folder, or one that the script's own head tells to create.
-            # Nobody can create one with the job's number in its name.
-            numbered = folder[0] in "/~<" and re.search(r"%\d*[jA]", folder)
             if folder in seen or folder == "." or (late and folder in makes):
                 continue
-            if numbered or (folder[0] not in "/$~<{" and folder not in told and not _has_files(script, folder)):
+            # The author of an absolute folder may have it, and nobody can create one with the job's number in its name.
+            numbered = folder[0] in "/~<" and re.search(r"%\d*[jA]", folder)
+            absolute = folder[0] in "/~" and folder.count("/") > 2 and not script.moves_to(folder)
+            own = folder in told or _has_files(script, folder)
+            if (numbered or absolute or folder[0] not in "/$~<{") and not own:
                 seen.add(folder)
-                yield Found("output-folder", line, folder)
+                yield Found("output-folder", line, folder, level="hint" if absolute and not numbered else "")
     made = " ".join(" ".join(script.variables.expanded(one.texts)) for one in script.commands if one.program in _MAKES)
     for number, text in script.told if script.facts else ():
         match = _WRITTEN.search(text)
@@ -111,13 +108,18 @@ def _has_files(script: ParsedScript, folder: str) -> bool:
 def of_array_output(script: ParsedScript) -> Iterator[Found]:
     """Find files that every task of an array overwrites."""
     asks = " ".join(word for _, row in script.directives for word in row)
-    names = script.facts.output[:2] if script.facts and "--output" in script.facts.output else ()
+    slurm = script.has_steps
+    names = script.facts.output if script.facts and (slurm or script.facts.chunks) else ()
+    array = _ARRAY.search(asks)
     for line, words in script.directives:
         for value in option_values(words, names):
-            if "%" not in value and "$" not in value and value != "/dev/null":
-                level: Literal["", "hint"] = "hint" if "append" in asks else ""
-                yield Found("array-output" if _ARRAY.search(asks) else "output-fixed", line, value, level=level)
-    if not _ARRAY.search(asks) or re.search(r"\bcd .*(?:TASK|INDEX)", script.text):
+            own = _OF_TASK.search(value) or (not array and _OF_RUN.search(value)) or value == "/dev/null"
+            if not own and (slurm or _LOG.search(value)):  # PBS adds a name to a folder
+                sure = slurm and array and "append" not in asks
+                kind = "array-output" if slurm and array else "output-fixed"
+                yield Found(kind, line, value, level="" if sure else "hint")
+                break
+    if re.search(r"\bcd .*(?:TASK|INDEX)", script.text) or not script.facts:
         return
     for command in script.commands:
         end = command.line
@@ -126,7 +128,7 @@ def of_array_output(script: ParsedScript) -> Iterator[Found]:
         text = "\n".join(script.lines[command.line - 1 : end])
         name = _WRITES.search(text) if starts_training(command) and not command.file else None
         if name:
-            yield Found("array-output", end, name[1])
+            yield Found("array-output" if array else "output-fixed", end, name[1])
             return
 
 
@@ -338,27 +340,6 @@ def _environment(here: list[Command]) -> Iterator[Found]:
             return
 
 
-def of_mpi_environment(script: ParsedScript) -> Iterator[Found]:
-    """Find variables set for mpirun alone, which Open MPI does not pass to other hosts."""
-    for command in script.commands:
-        text = " ".join(command.words)
-        names = [name for name, _ in command.assignments if not name.startswith(("OMPI_", "PMIX_", "PRTE_"))]
-        hosts = re.search(r"--?(?:hostfile|machinefile|host)\b", text)
-        open_mpi = "OMPI_" in script.text or re.search(r"--?(?:map-by|bind-to|mca)\b", text)
-        if command.program in ("mpirun", "orterun") and names and hosts and open_mpi and " -x " not in text:
-            yield Found("mpi-environment", command.line, names[0])
-
-
-def of_remote_shells(script: ParsedScript) -> Iterator[Found]:
-    """Find ssh to a node without a command."""
-    for command in script.commands if script.directives else ():
-        words = [word for word in command.words[1:] if not re.match(r"-[AaCfGgKkMNnqsTtVvXxYy]+$", word)]
-        line = script.lines[command.line - 1]
-        alone = command.program == "ssh" and not command.file and len(words) == 1 and words[0].startswith("$")
-        if alone and not re.search(r"<|\||\\$", line):
-            yield Found("ssh-alone", command.line, words[0])
-
-
 def of_fixed_hosts(script: ParsedScript) -> Iterator[Found]:
     """Find fixed host names in a batch job, which may differ from the hosts that the scheduler allocates."""
     if not script.facts or script.writes:
@@ -396,33 +377,3 @@ def _is_made(script: ParsedScript, reader: Command, name: str) -> bool:
         ):
             return True
     return re.search(made, text) is not None
-
-
-def of_terminals(script: ParsedScript) -> Iterator[Found]:
-    """Find containers that require a terminal, which a batch job does not have."""
-    for command in script.commands if script.kind != "shell" else ():
-        names = [posixpath.basename(word) for word in command.words]
-        at = next((n for n, (a, b) in enumerate(pairwise(names)) if a in _OF_DOCKER and b in ("run", "exec")), -1)
-        if at < 0 or command.file or command.function or "script" in names[:at] or "--pty" in names[:at]:
-            continue
-        rest = command.words[at + 2 :]
-        # Two words that are no options are a value or the image, and the image or its command.
-        end = next((n for n, pair in enumerate(pairwise(rest)) if not any(w.startswith("-") for w in pair)), len(rest))
-        options = [word for word in rest[:end] if re.fullmatch(r"-[a-zA-Z]{1,6}|--(?:interactive|tty|detach)", word)]
-        short = "".join(word[1:] for word in options if not word.startswith("--"))
-        wants = ("i" in short or "--interactive" in options) and ("t" in short or "--tty" in options)
-        if wants and "d" not in short and "--detach" not in options:
-            yield Found("terminal-missing", command.line, names[at])
-            return
-
-
-def of_early_expansion(script: ParsedScript) -> Iterator[Found]:
-    """Find variables of a job in a here-document with its script that the submitting shell expands too early."""
-    for first, last, literal in script.documents:
-        for number in range(first, last + 1) if not literal else ():
-            line = script.lines[number - 1]
-            match = _OF_JOB.search(line) if not line.lstrip().startswith(("#", "echo ", "printf ")) else None
-            host = match is not None and match[0].startswith("$(hostname")
-            if match and match[0].strip("${(}") not in script.values and (not host or _ENDPOINT.search(line)):
-                yield Found("expanded-early", number, match[0])
-                return

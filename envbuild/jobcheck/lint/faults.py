@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 
 from envbuild.data import load_table
@@ -16,7 +17,6 @@ Level = Literal["error", "warning", "hint"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "hint")
 _SHOWN = 60
 _OF_TRAININGS = ("install-in-job",)  # elsewhere it is the purpose of the script, and one finding is enough
-_OF_BATCH = ("prompt",)  # by hand, somebody answers
 _OF_INFINIBAND = ("NCCL_IB_DISABLE",)  # Slingshot has none
 _OF_ADDRESSES = ("first-address", "own-address")
 # A comment that says why a variable has its value.
@@ -45,6 +45,9 @@ class LintRule:
     command: re.Pattern[str] | None = None
     lines: re.Pattern[str] | None = None
     variables: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
+    manifest: re.Pattern[str] | None = None
+    unless: re.Pattern[str] | None = None
+    batch: bool = False
 
 
 @functools.cache
@@ -67,44 +70,55 @@ def _rule(name: str, row: Mapping[str, Any], schedulers: Collection[str]) -> Lin
         command=re.compile(row["command"]) if "command" in row else None,
         lines=re.compile("|".join(row["lines"])) if "lines" in row else None,
         variables={key: re.compile(text, re.IGNORECASE) for key, text in row.get("variables", {}).items()},
+        manifest=re.compile(row["manifest"], re.MULTILINE) if "manifest" in row else None,
+        unless=re.compile(row["unless"], re.MULTILINE) if "unless" in row else None,
+        batch=row.get("batch", False),
     )
 
 
 def of_patterns(script: ParsedScript) -> Iterator[Found]:
     """Find the faults whose row has a pattern."""
     for fault in load_faults().values():
-        for line, words in script.directives:
-            text = " ".join(word.replace(" ", "_") for word in words)
-            if fault.directive and (match := fault.directive.search(text)):
-                yield Found(fault.id, line, match[0].strip())
-        for line, text in script.told if fault.lines else ():
-            if fault.lines and (match := fault.lines.search(text)):
-                yield Found(fault.id, line, match[match.lastindex or 0].strip()[:_SHOWN])
-        doubts: list[Found] = []
-        meant = not (script.trains and (script.facts or script.everywhere))
-        for command in script.commands if fault.command and (script.facts or fault.id not in _OF_BATCH) else ():
-            text = command_text(command)
-            if text.startswith("$") and len(command.words) == 1:
-                text = " ".join(script.variables.expanded(command.words))
-            if fault.command and fault.command.search(text):
-                if fault.id in _OF_ADDRESSES and _printed(command, script.lines[command.line - 1]):
-                    continue
-                found = Found(fault.id, command.line, text[:_SHOWN])
-                if fault.id not in _OF_TRAININGS:
-                    yield found
-                elif meant or "--no-index" in text or guarded(script, command.line):
-                    doubts.append(replace(found, level="hint"))
-                else:
-                    doubts = [found]
-                    break
-        yield from doubts[:1]
-        for name, pattern in fault.variables.items():
-            for command, value in script.exported(name):
-                told = "".join(script.lines[max(command.line - 2, 0) : command.line])
-                meant = _REASON.search(told) is not None
-                if pattern.fullmatch(value) and not meant and not _elsewhere(name, fault.id, script):
-                    inside = name == "NCCL_P2P_DISABLE" and not script.several  # between the GPUs of one node
-                    yield Found(fault.id, command.line, f"{name}={value}", level="hint" if inside else "")
+        if (fault.batch and (not script.facts or script.writes)) or (fault.unless and fault.unless.search(script.text)):
+            continue
+        found = _of_row(fault, script)
+        yield from islice(found, 1) if fault.unless else found
+
+
+def _of_row(fault: LintRule, script: ParsedScript) -> Iterator[Found]:
+    """Find a fault by the patterns of its row."""
+    for line, words in script.directives:
+        text = " ".join(word.replace(" ", "_") for word in words)
+        if fault.directive and (match := fault.directive.search(text)):
+            yield Found(fault.id, line, match[0].strip())
+    for line, text in script.told if fault.lines else ():
+        if fault.lines and (match := fault.lines.search(text)):
+            yield Found(fault.id, line, match[match.lastindex or 0].strip()[:_SHOWN])
+    doubts: list[Found] = []
+    meant = not (script.trains and (script.facts or script.everywhere))
+    for command in script.commands if fault.command else ():
+        text = command_text(command)
+        if text.startswith("$") and len(command.words) == 1:
+            text = " ".join(script.variables.expanded(command.words))
+        if fault.command and fault.command.search(text):
+            if fault.id in _OF_ADDRESSES and _printed(command, script.lines[command.line - 1]):
+                continue
+            found = Found(fault.id, command.line, text[:_SHOWN])
+            if fault.id not in _OF_TRAININGS:
+                yield found
+            elif meant or "--no-index" in text or guarded(script, command.line):
+                doubts.append(replace(found, level="hint"))
+            else:
+                doubts = [found]
+                break
+    yield from doubts[:1]
+    for name, pattern in fault.variables.items():
+        for command, value in script.exported(name):
+            told = "".join(script.lines[max(command.line - 2, 0) : command.line])
+            meant = _REASON.search(told) is not None
+            if pattern.fullmatch(value) and not meant and not _elsewhere(name, fault.id, script):
+                inside = name == "NCCL_P2P_DISABLE" and not script.several  # between the GPUs of one node
+                yield Found(fault.id, command.line, f"{name}={value}", level="hint" if inside else "")
 
 
 def _elsewhere(variable: str, fault: str, script: ParsedScript) -> bool:

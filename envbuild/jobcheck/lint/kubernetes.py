@@ -16,15 +16,16 @@ from envbuild.base.yaml_reader import parse_yaml
 from envbuild.data import load_table
 from envbuild.jobcheck.lint.directives import whole_number
 from envbuild.jobcheck.lint.environment import judged_image, of_commands, of_secrets
-from envbuild.jobcheck.lint.faults import of_patterns
-from envbuild.jobcheck.lint.rendezvous import of_fallbacks, of_launches, of_variables
+from envbuild.jobcheck.lint.faults import load_faults, of_patterns
+from envbuild.jobcheck.lint.rendezvous import of_launches, of_variables
 from envbuild.jobcheck.lint.resources import of_ranks
 from envbuild.jobcheck.lint.script import Found, read_script
+from envbuild.jobcheck.lint.shell import WORDS
 from envbuild.jobcheck.lint.slips import of_lines, of_placeholders
 from envbuild.jobcheck.lint.status import of_status
 
 # The rules for the command of a container.
-_RULES = (of_launches, of_variables, of_fallbacks, of_lines, of_commands, of_patterns, of_secrets, of_ranks, of_status)
+_RULES = (of_launches, of_variables, of_lines, of_commands, of_patterns, of_secrets, of_ranks, of_status)
 # Faults that do not apply to a pod's command: each pod has its own network, and the operator sets the endpoint
 # and the number of nodes.
 _OF_HOSTS = frozenset(["fixed-port", "error-ignored", "threads", "local-address", "run-id", "requeue"])
@@ -33,6 +34,10 @@ _OF_JOBS = frozenset(["status-lost", "one-process"])  # servers do not end, and 
 _STARTS_RANKS = re.compile(r"torchrun|torch\.distributed|accelerate|deepspeed|mpirun|horovodrun|lightning")
 
 _TORCHRUN = re.compile(r"(?:\btorchrun|-m torch\.distributed\.(?:run|launch)) ")
+
+_USES_GPUS = re.compile(
+    r"\bnvidia-smi\b|--nproc[-_]per[-_]node[= ][2-9]|backend[= ]nccl|--device[= ]cuda|\bdeepspeed \S"
+)
 
 # Real manifests have few.
 _ALIASES = 256
@@ -44,6 +49,10 @@ def lint_manifest(text: str, name: str) -> Iterator[Found]:
 
     Raises UsageError for text that is not YAML.
     """
+    for fault in load_faults().values():
+        found_in = fault.manifest.search(text) if fault.manifest else None
+        if found_in and not (fault.unless and fault.unless.search(text)):
+            yield Found(fault.id, text.count("\n", 0, found_in.start(0)) + 1, found_in[0].strip())
     for document in parse_yaml(text, name, UsageError, _HINT, typ="rt", aliases=_ALIASES):
         if isinstance(document, Mapping):
             ends = str(document.get("kind")).endswith("Job")
@@ -51,7 +60,9 @@ def lint_manifest(text: str, name: str) -> Iterator[Found]:
             mounted = str(document.get("apiVersion")).startswith("ray.io/")  # KubeRay mounts /dev/shm itself
             left_out = (set() if ends else _OF_JOBS) | ({"shared-memory"} if mounted else set())
             yield from (one for one in found if one.id not in left_out)
-            if document.get("kind") == "Job":
+            if document.get("kind") == "Job" and str(document.get("apiVersion")).startswith("batch/v"):
+                yield from _policy(document)
+                yield from _unknown(document.get("spec"), "job")
                 yield from _names(document)
                 yield from _indexes(document)
             if document.get("kind") == "PyTorchJob":
@@ -111,6 +122,16 @@ def _walk(value: Any, nodes: int, ranks: str, seen: set[int]) -> Iterator[Found]
             yield from _walk(inner, nodes, ranks, seen)
 
 
+def _policy(document: Mapping[str, Any]) -> Iterator[Found]:
+    """Find a Job whose pods have a restart policy that the API server refuses; Always is the default."""
+    pod = _inner(document, "spec", "template", "spec")
+    if isinstance(pod, Mapping) and _rows(pod, "containers"):
+        policy = str(pod.get("restartPolicy", "Always"))
+        if policy == "Always":
+            told = "restartPolicy" in pod
+            yield Found("restart-policy", _line(pod, "restartPolicy" if told else "containers"), policy)
+
+
 def _names(document: Mapping[str, Any]) -> Iterator[Found]:
     """Find endpoints at a pod of an Indexed Job without the subdomain and headless Service that its name needs."""
     name, spec = (_inner(document, *keys) for keys in (("metadata", "name"), ("spec",)))
@@ -160,10 +181,21 @@ def _replicas(document: Mapping[str, Any]) -> Iterator[Found]:
             yield Found("container-name", _line(named[0], "name"), named[0]["name"])
 
 
+def _unknown(value: Any, kind: str) -> Iterator[Found]:
+    """Find fields that neither a pod, a container nor a job has."""
+    fields = [key for key in value if isinstance(key, str) and key.isalpha()] if isinstance(value, Mapping) else []
+    others = [key for key in fields if key not in WORDS[f"{kind}_fields"]]
+    elsewhere = WORDS["pod_fields"] | WORDS["container_fields"] | WORDS["job_fields"]
+    for key in others[:1]:  # others may be those of an operator
+        yield Found("field-unknown", _line(value, key), key, level="" if key in elsewhere else "hint")
+
+
 def _pod(spec: Mapping[str, Any], nodes: int, ranks: str) -> Iterator[Found]:
+    yield from _unknown(spec, "pod")
     volumes = {str(one.get("name")) for one in _rows(spec, "volumes")}
     for key in ("initContainers", "containers"):
         for container in _rows(spec, key):
+            yield from _unknown(container, "container")
             yield from _container(container, nodes, ranks)
             shared = any(
                 str(one.get("mountPath")).strip("/") == "dev/shm" and str(one.get("name")) in volumes
@@ -177,17 +209,6 @@ def _pod(spec: Mapping[str, Any], nodes: int, ranks: str) -> Iterator[Found]:
             if key == "containers" and (gpus or workers) and not shared and not lone:
                 # Whether one rank has data loaders is not known.
                 yield Found("shared-memory", _line(container, "image"), level="" if gpus > 1 or workers else "hint")
-            yield from _memory_lock(container)
-
-
-def _memory_lock(container: Mapping[str, Any]) -> Iterator[Found]:
-    """Find containers with InfiniBand devices that are not allowed to register memory."""
-    mounts = [one for one in _rows(container, "volumeMounts") if one.get("mountPath") == "/dev/infiniband"]
-    rights = _inner(container, "securityContext")
-    added = _inner(rights, "capabilities", "add") or ()
-    named = isinstance(added, list) and {"IPC_LOCK", "CAP_IPC_LOCK", "ALL"} & {str(one) for one in added}
-    if mounts and not named and _inner(rights, "privileged") is not True:
-        yield Found("memory-lock", _line(mounts[0], "mountPath"))
 
 
 def _limits(container: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -239,6 +260,8 @@ def _container(container: Mapping[str, Any], nodes: int, ranks: str) -> Iterator
         body = body.replace("torchrun ", f"torchrun --nnodes={nodes} ", 1)
     if ranks and "nproc" not in body:  # the operator sets it in PET_NPROC_PER_NODE
         body = _TORCHRUN.sub(lambda found: f"{found[0]}--nproc-per-node={_quoted(ranks)} ", body)
+    if _gpus(container) is None and (used := _USES_GPUS.search(body)):
+        yield Found("gpus-missing", begun, used[0])
     gpus = _gpus(container) or 0
     script = replace(read_script("\n".join([*exports, body]), {}), everywhere=True, pod_gpus=gpus)
     lines = [line for _, (value, line) in variables.items() if value is not None]

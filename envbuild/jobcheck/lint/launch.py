@@ -29,6 +29,7 @@ _ACCELERATE = {
     "main-process-port": "master-port",
 }
 _ACCELERATE_NODES = {"nnodes", "node-rank", "master-addr", "rdzv-backend"}
+_RUNNERS = frozenset(["uv", "poetry", "pixi", "pipenv"])
 _TORCHRUN = re.compile(r"torch\.distributed\.(?:run|launch)")
 
 
@@ -74,8 +75,8 @@ class Launch:
     def option(self, *names: str) -> str:
         """Return the value of the launcher's option with one of these names, "" for none."""
         begin = [posixpath.basename(word) for word in self.around]
-        words = self.around[begin.index(self.launcher) :] if self.launcher in begin else ()
-        return next(option_values(words, names), "")
+        words = [*self.around[begin.index(self.launcher) :]] if self.launcher in begin else []
+        return next(option_values(before_program(words), names), "")
 
 
 def find_launches(commands: Sequence[Command], variables: Variables, given: Mapping[str, str]) -> Iterator[Launch]:
@@ -158,6 +159,19 @@ def starts_training(command: Command) -> bool:
         )
     prepares = command.words[1:2] == ("-m",) and "".join(command.words[2:3]) in WORDS["modules"]
     return bool(TRAINS.fullmatch(name)) and len(command.words) > 1 and "-c" not in command.words[1:2] and not prepares
+
+
+def is_inside(command: Command) -> bool:
+    """Return whether a command is not directly in the script, in its foreground."""
+    return bool(command.started_by or command.function or command.file or command.captured or command.background)
+
+
+def is_program(command: Command, others: re.Pattern[str]) -> bool:
+    """Return whether a command directly in the script is a Python program of any name, except the `others`."""
+    words = command.words[2:] if command.words[1:2] == ("run",) and command.program in _RUNNERS else command.words
+    own = re.fullmatch(r"python[\d.]*", posixpath.basename("".join(words[:1]))) or words != command.words
+    python = own and any(word.endswith(".py") for word in words[:4])
+    return bool(python) and not is_inside(command) and not others.search(" ".join(words[:4]))
 
 
 def is_plain_training(command: Command) -> bool:

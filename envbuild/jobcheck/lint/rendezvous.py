@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Literal
 
 from envbuild.data import load_table
 from envbuild.jobcheck.lint.directives import option_values, whole_number
-from envbuild.jobcheck.lint.launch import RANK_OPTIONS, Launch, starts_training
+from envbuild.jobcheck.lint.launch import RANK_OPTIONS, Launch, before_program, starts_training
 from envbuild.jobcheck.lint.script import PER_NODE, Found, ParsedScript
 from envbuild.jobcheck.lint.shell import LAUNCHERS
 
 LOCAL = re.compile(r"^\[?(localhost|127(\.\d+){3}|::1)\]?(:|$)")
-_FALLBACK = re.compile(
-    r"\$\{(?P<name>\w+)(?:\[[^]]{0,80}\])?:?[=-]\"?(?:localhost|127\.)|\|\|\s*echo\s+['\"]?(?:localhost\b|127\.)"
-)
-_POINTS = re.compile(r"(?:rdzv[-_]endpoint|master[-_]addr)[= ]['\"]?(\S+)", re.IGNORECASE)
-_POINTED = re.compile(r"(?:rdzv[-_]endpoint|master[-_]addr)[= ]['\"]?(?:\$\([^)]*|\S*)$")
-_BEFORE = 500  # characters before a fallback in which the option stands
-_NAMES = re.compile(r"\$\{?(\w+)")
 OF_RENDEZVOUS = re.compile(
     r"(?:PET_)?(?:MASTER_(?:ADDR|HOST|IP|NODE)|RDZV_\w+)|HEAD_?(?:NODE|ADDR|IP|HOST)\w*", re.IGNORECASE
 )
@@ -46,6 +38,7 @@ _FIRST = re.compile(r"head|tail|sed|perl|awk|cut|grep|read|\[0\]|python|-m ?1")
 _HOSTNAME = re.compile(r"\$\(\s*(?:hostname(?:\s+-[fs])?|uname -n)\s*\)|\$\{?HOSTNAME\b")
 _RANDOM = re.compile(r"\$\{?RANDOM\b|\$\(\s*(?:date|uuidgen|openssl|od|mktemp)\b")
 _LITERAL_PORT = re.compile(r":(\d{2,5})$")
+_PLACES = frozenset(["rdzv-endpoint", "master-addr", "master-port", "standalone", "rdzv-conf", "config-file"])
 _FUNCTION = re.compile(r"[a-z]+(?:_[a-z]+)+")
 _PORTS = re.compile(r"--(?:main_process_port|main-process-port|master_port|config)|MASTER_PORT")
 _PORT_OPTIONS = ("--main_process_port", "--main-process-port", "--master_port")
@@ -87,33 +80,6 @@ def of_variables(script: ParsedScript) -> Iterator[Found]:
     for command, value in script.exported("FI_PROVIDER"):
         if value.split(";")[0] == "efa" and signs:
             yield Found("efa-elsewhere", command.line, signs[0])
-
-
-def of_fallbacks(script: ParsedScript) -> Iterator[Found]:
-    """Find fallbacks to localhost in values that become the endpoint of the rendezvous."""
-    names = _rendezvous_names(script) if script.several else frozenset()
-    for command in script.commands if script.several else ():
-        texts = [(name.rstrip("+"), word) for name, words in command.assignments for word in words]
-        texts += [("", " ".join(pair)) for pair in pairwise(("", *command.words))]
-        for name, text in texts:
-            for match in _FALLBACK.finditer(text):
-                told = any(one in names or OF_RENDEZVOUS.fullmatch(one) for one in (name, match["name"]) if one)
-                if told or _POINTED.search(text, max(0, match.start() - _BEFORE), match.start()):
-                    first = match[0].splitlines()[0]
-                    yield Found("localhost-fallback", script.where(first, command.line))
-
-
-def _rendezvous_names(script: ParsedScript) -> frozenset[str]:
-    """Return the names of the variables in endpoints."""
-    text = script.code
-    names: set[str] = set()
-    found = {name for value in _POINTS.findall(text) for name in _NAMES.findall(value)}
-    found |= {name for name in script.values if OF_RENDEZVOUS.fullmatch(name)}
-    while found:
-        names |= found
-        values = " ".join(" ".join(script.values.get(name, ())) for name in found)
-        found = set(_NAMES.findall(values)) - names
-    return frozenset(names)
 
 
 def of_addresses(script: ParsedScript) -> Iterator[Found]:
@@ -372,14 +338,7 @@ def _endpoint(script: ParsedScript, launch: Launch) -> Iterator[Found]:
         if port.isdecimal() and port != "0":
             alone = script.kind == "shell" and not script.several  # on a host of one's own
             yield Found("fixed-port", script.where(port, at), port, level="hint" if alone else script.doubtful)
-    own = launch.options.keys() & {
-        "rdzv-endpoint",
-        "master-addr",
-        "master-port",
-        "standalone",
-        "rdzv-conf",
-        "config-file",
-    }
+    own = launch.options.keys() & _PLACES
     alone = script.kind != "shell" and launch.program != "tune run" and not (script.several or script.whole_nodes)
     if alone and script.gpus and not own and launch.complete and not script.sets_options:
         yield Found("fixed-port", launch.command.line, "29500 (older torchruns' default)", level=script.doubtful)
@@ -463,7 +422,7 @@ def of_default_ports(script: ParsedScript) -> Iterator[Found]:
         if launches and port.isdecimal() and port != "0" and not (command.file or id(command) in known):
             yield Found("fixed-port", command.line, port, level=script.doubtful)
             return
-        told = script.gpus < 2 or _PORTS.search(" ".join(words)) or "MASTER_PORT" in script.text
+        told = script.gpus < 2 or _PORTS.search(" ".join(before_program(words[1:]))) or "MASTER_PORT" in script.text
         if launches and not (command.file or told or whole_number(ranks) == 1) and starts_training(command):
             yield Found("fixed-port", command.line, f"29500 ({command.program}'s default)", level=script.doubtful)
             return

@@ -20,6 +20,7 @@ from envbuild.jobcheck.lint.launch import (
     Launch,
     before_program,
     is_plain_training,
+    is_program,
     starts_training,
 )
 from envbuild.jobcheck.lint.script import NOUNSET, PER_NODE, Found, ParsedScript, option_set
@@ -30,6 +31,7 @@ _FREE = r"(?:quiet,|verbose,|[qv],)?(?:no|map_|mask_|rank|sockets|ldoms|boards)"
 _BOUND = re.compile(rf"(?:^| )(?:--cpus-per-task|--cpus-per-gpu|-c ?[\d$]|--cpu[-_]bind[= ]{_FREE})")
 _UNBOUND = re.compile(_FREE, re.IGNORECASE)
 _EMPTY = re.compile(r"\$(?:(SLURM_\w+)|\{(SLURM_\w+)\}|\(\(\s*(SLURM_\w+))")
+_COUNTS = ("-n", "-np", "--np", "--ntasks")
 _MPIRUN = frozenset(["mpirun", "mpiexec", "orterun"])
 _ALL_GPUS = re.compile(r"\b(?:tf|tensorflow|keras|jax)\b", re.IGNORECASE)  # one process takes all GPUs
 _COUNT = re.compile(
@@ -47,10 +49,7 @@ def of_steps(script: ParsedScript) -> Iterator[Found]:
     asked = script.directive("--cpus-per-task", "-c")
     several = asked is not None and (whole_number(asked[1]) or 2) > 1
     free = any(_UNBOUND.match(value) for _, value in script.exported("SLURM_CPU_BIND"))
-    if not script.has_steps or "SRUN_CPUS_PER_TASK" in script.text or free:
-        return
-    if not several:
-        yield from _one_core(script)
+    if not (several and script.has_steps) or "SRUN_CPUS_PER_TASK" in script.text or free:
         return
     steps: list[Command] = []
     others: list[Command] = []
@@ -94,21 +93,6 @@ def _is_step(command: Command) -> bool:
     )
 
 
-def _one_core(script: ParsedScript) -> Iterator[Found]:
-    """Find steps of one GPU and one core for each task."""
-    for command in script.commands if not script.directive("--cpus-per-task", "-c", "--cpus-per-gpu") else ():
-        text = " ".join(command.words)
-        bound = re.search(r"--cpu[-_]bind[= ](?:verbose,|v,)?(?:cores|threads)\b", text)
-        if (
-            command.program == "srun"
-            and bound
-            and "--gpus-per-task" in text
-            and not re.search(r" (?:-c|--cpus-per)", text)
-        ):
-            yield Found("cpus-missing", command.line, "each rank is bound to one core")
-            return
-
-
 def of_cpus(script: ParsedScript) -> Iterator[Found]:
     """Find torchruns with fewer CPUs than ranks."""
     cpus = script.facts.cpus(script.directives) if script.facts else None
@@ -127,6 +111,13 @@ def of_cpus(script: ParsedScript) -> Iterator[Found]:
             continue
         asked = next(option_values(one.words, RANK_OPTIONS), "")
         started += [(one, whole_number(asked) or script.gpus)] * (id(one) not in known)
+    threads = [(one.line, value) for one, value in script.exported("OMP_NUM_THREADS")]
+    told_cpus = ("$SLURM_CPUS_PER_TASK", "${SLURM_CPUS_PER_TASK}", "$NCPUS")
+    most = max((ranks for _, ranks in started), default=0)
+    for line, value in threads[-1:] if most > 1 else ():
+        each = cpus if value in told_cpus else whole_number(value) or 0
+        if each > 1 and each * most > cpus:
+            yield Found("threads-many", line, f"{most} ranks of {each} threads, {cpus} CPUs")
     for command, ranks in started:
         if ranks >= 2 * max(cpus, 1) and not command.file:
             # Sites may give each GPU some CPUs, where the job asks for none.
@@ -134,7 +125,8 @@ def of_cpus(script: ParsedScript) -> Iterator[Found]:
             value = f"{ranks} ranks, {cpus} CPU{'s' * (cpus != 1)}"
             yield Found("cpus-missing", command.line, value, level="" if told else "hint")
             return
-    trains = [one for one in script.commands if is_plain_training(one) and not one.file]
+    trains = [one for one in script.commands if starts_training(one) and not one.file]
+    trains = [one for one in trains if not _BOUND.search(" ".join(one.words))]
     if script.gpus and cpus == 1 and trains and "num_workers=0" not in script.text:
         yield Found("cpus-missing", trains[0].line, "1 CPU for a training and its data loaders", level="hint")
 
@@ -193,6 +185,8 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
     for line, value in shown if script.facts and gpus > 0 and not script.whole_nodes else ():
         if re.fullmatch(r"\d{1,2}(?:,\d{1,2})*", value) and max(map(int, value.split(","))) >= gpus:
             yield Found("device-missing", line, value, f"{gpus} GPU{'s' * (gpus > 1)}")
+    fixed = [row for row in shown if script.facts and re.fullmatch(r"\d{1,2}(?:,\d{1,2})*", row[1])]
+    yield from (Found("devices-fixed", *row) for row in fixed[:1] if len({value for _, value in shown}) == 1)
     several = gpus > 1 or any(launch.ranks > 1 for launch in script.launches)
     exports = [(one.line, value) for one, value in script.exported("CUDA_VISIBLE_DEVICES") if not _for_one(one)]
     for line, value in exports if several and len({value for _, value in exports}) == 1 else ():
@@ -205,15 +199,24 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
             or (command.program in LAUNCHERS and starts_training(command))
             for command in script.commands
         )
-        if script.tasks <= 1 == len(tasks) and not (script.several or own.search(" ".join(tasks[0].words))):
+        if script.tasks <= 1 == len(tasks) and not own.search(" ".join(tasks[0].words)):
             plain, others = [command for command in tasks if is_plain_training(_stepped(command))], False
         # With as many tasks as GPUs, a rank for each was meant; only srun would start them.
         meant = script.tasks == gpus and not tasks and not _ALL_GPUS.search(script.text)
         level: Literal["", "hint"] = "" if meant else "hint"  # else the program may take all GPUs itself
         known = plain
-        plain = plain or [one for one in script.commands if _is_program(one)]
+        plain = plain or [one for one in script.commands if is_program(one, _OTHER_STEPS)]
         if plain and not others:
             yield Found("one-process", plain[-1].line, str(gpus), level=level if known else "hint")
+    nodes = script.nodes[1] if script.nodes else 1
+    steps = [one for one in script.commands if one.program in ("srun", *_MPIRUN) and starts_training(one)]
+    for command in steps if len(steps) == 1 and gpus and not (script.launches or steps[0].file) else ():
+        asked = whole_number(next(option_values(before_program([*command.words]), _COUNTS), "")) or 0
+        value = f"{asked} of {gpus * nodes}"
+        odd = 0 < asked != gpus * nodes and (asked > 1 or command.program != "srun")
+        if odd and "python" in " ".join(command.words):
+            kind = "one-rank" if asked < gpus * nodes else "ranks-exceed-gpus"
+            yield Found(kind, command.line, value, program=command.program, level="hint")
     for command in script.commands:
         options = before_program([*command.words]) if command.program == "jsrun" else []
         in_set, ranks = (whole_number(next(option_values(options, (name,)), "1")) or 1 for name in ("-g", "-a"))
@@ -233,13 +236,6 @@ def _told_ranks(script: ParsedScript, command: Command) -> int:
         return 0
     options = before_program(script.variables.expanded(command.words))
     return whole_number(next(option_values(options, (*RANK_OPTIONS, "-np", "--num-proc")), "")) or 0
-
-
-def _is_program(command: Command) -> bool:
-    """Return whether a command is a Python program of any name, directly in the script."""
-    inside = command.started_by or command.function or command.file or command.captured or command.background
-    python = re.fullmatch(r"python[\d.]*", command.program) and any(word.endswith(".py") for word in command.words[1:3])
-    return bool(python) and not inside and not _OTHER_STEPS.search(" ".join(command.words[:3]))
 
 
 def _for_one(command: Command) -> bool:
@@ -271,10 +267,13 @@ def of_requests(script: ParsedScript) -> Iterator[Found]:
     if script.has_steps and least and 0 < (whole_number(least[1]) or 0) < nodes:
         yield Found("nodes-reduced", least[0], least[1], str(nodes))
     total = script.directive("--ntasks", "-n") if script.has_steps else None
+    many = (whole_number(total[1]) or 0) if total else 0
+    if total and many > nodes > 1 and many % nodes:
+        yield Found("tasks-uneven", total[0], total[1], str(nodes))
     placed = script.directive("--nodes", "-N", *PER_NODE) or script.launchers_work
-    if total and (whole_number(total[1]) or 0) > 1 and script.launches and not placed:
+    if total and many > 1 and script.launches and not placed:
         yield Found("tasks-spread", total[0], total[1])
-    elif total and (whole_number(total[1]) or 0) > 1 and not placed and any(map(_is_program, script.commands)):
+    elif total and many > 1 and not placed and any(is_program(one, _OTHER_STEPS) for one in script.commands):
         yield Found("tasks-spread", total[0], total[1], program="python", level="hint")
     chunks = re.search(r"\bselect=(\d{1,5}):\S{0,200}?\bngpus=(\d{1,3})", text)
     together = chunks is not None and int(chunks[1]) > 1 and 0 < int(chunks[2]) < 4
@@ -290,7 +289,7 @@ def of_requests(script: ParsedScript) -> Iterator[Found]:
         open_mpi = _OPEN_MPI.search(script.text)  # other launchers put several ranks on a core
         for command in script.commands:
             options = script.variables.expanded(command.words)
-            asked = next(option_values(options, ("-n", "-np", "--np", "-c")), "") if command.program in _MPIRUN else ""
+            asked = next(option_values(options, (*_COUNTS, "-c")), "") if command.program in _MPIRUN else ""
             if (whole_number(asked) or 0) > slots and not _SLOTS.search(" ".join(options)):
                 value = f"{asked} ranks, {slots} slot{'s' * (slots != 1)}"
                 yield Found("slots-missing", command.line, value, level="" if open_mpi and certain else "warning")
@@ -320,7 +319,7 @@ def of_placement(script: ParsedScript) -> Iterator[Found]:
             yield from _step(script, command, before_program(words), asks)
         in_chunks = script.facts is not None and script.facts.chunks
         if command.program == "mpiexec" and in_chunks and nodes > 1 and len(asks) < _MOST:
-            ranks = next(option_values(words, ("-n", "-np", "--np")), "")
+            ranks = next(option_values(words, _COUNTS), "")
             placed = re.search(r"mpiprocs|ppn|perhost|ppr:|map-by|--?host|oversubscribe", f"{words}{asks}")
             each = whole_number(next(option_values(words, ("--ppn", "-ppn", "-perhost")), ""))
             if (whole_number(ranks) or 0) > nodes and starts_training(command) and script.gpus > 1 and not placed:
@@ -411,7 +410,7 @@ def of_idle_nodes(script: ParsedScript) -> Iterator[Found]:
         alone = command.program == "horovodrun" and script.has_steps and not hosts
         alone |= command.program == "deepspeed" and not re.search(r"hostfile|-H |--launcher", script.text)
         known = alone or is_plain_training(command)
-        if (known or _is_program(command)) and not command.file and "ray" not in script.passed:
+        if (known or is_program(command, _OTHER_STEPS)) and not command.file and "ray" not in script.passed:
             level: Literal["", "hint"] = "" if known else "hint"
             yield Found("idle-nodes", command.line, nodes=str(script.nodes[1]), program=command.program, level=level)
             return

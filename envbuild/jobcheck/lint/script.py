@@ -60,8 +60,7 @@ class ParsedScript:
     `scheduler` is the scheduler that runs it, from its directives or the variables that it reads, "" if unknown.
     `values` are the words of all assignments to each variable; `everywhere` means that each node runs the script, and
     `pod_gpus` are the GPUs of the pod that does. `late` are directives behind the first command, which the
-    scheduler does not read. `writes`: its directives are those of a script that it writes,
-    and `documents` the lines of the here-documents with them, and whether this shell leaves them as they are.
+    scheduler does not read. `writes`: its directives are those of a script that it writes.
     `template`: a program or a reader fills in parts of it before the scheduler gets it. `texts` are the lines of all
     here-documents, and `blocks` the compound commands and quotes that nothing closes.
     """
@@ -78,7 +77,6 @@ class ParsedScript:
     late: tuple[Directive, ...] = ()
     template: bool = False
     writes: bool = False
-    documents: tuple[tuple[int, int, bool], ...] = ()
     texts: frozenset[int] = frozenset()
     blocks: tuple[tuple[str, int], ...] = ()
 
@@ -159,6 +157,10 @@ class ParsedScript:
         most = max((self.gpus, *(launch.ranks for launch in self.launches)))
         return exclusive or most >= 8 or self.is_cray or (self.undivided and not 0 < self.gpus < 4)
 
+    def moves_to(self, folder: str) -> bool:
+        """Return whether the script changes to `folder`, or creates it: then it is there."""
+        return any(folder in one.words for one in self.commands if one.program in ("cd", "pushd"))
+
     @functools.cached_property
     def sets_options(self) -> bool:
         """Whether variables of the script set options of torchrun."""
@@ -167,7 +169,9 @@ class ParsedScript:
     @property
     def doubtful(self) -> Literal["", "hint"]:
         """Level of faults about shared nodes: "hint" if the job seems to take whole nodes: several, or four GPUs."""
-        return "hint" if (self.gpus >= 4 or self.several) and not self.directive("--array", "-a", "-J") else ""
+        array = self.directive("--array", "-a") or (not self.has_steps and self.directive("-J"))
+        cpus = (self.facts.cpus(self.directives) or 0) * max(1, self.tasks) if self.facts else 0
+        return "hint" if (self.gpus >= 4 or self.several or cpus >= 64) and not array else ""
 
     @functools.cached_property
     def launches(self) -> tuple[Launch, ...]:
@@ -344,7 +348,6 @@ def read_script(text: str, schedulers: Mapping[str, ScriptFacts]) -> ParsedScrip
         commands,
         values,
         writes=writes,
-        documents=tuple(written),
         texts=frozenset(line for first, last, _ in reader.documents for line in range(first, last + 1)),
         blocks=tuple(reader.blocks),
         late=tuple(row[1:] for row in late),

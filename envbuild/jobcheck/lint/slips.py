@@ -25,6 +25,7 @@ _SHELLS = frozenset(["bash", "sh", "zsh", "source", "."])
 _BARE = re.compile(
     r"(?<!\+)(?<!\+:)\$(\{)?(LD_LIBRARY_PATH|PYTHONPATH|LD_PRELOAD)(?(1)\}|\b)"
 )  # ${NAME:+:$NAME} is safe
+_ACTIVATES = re.compile(r"^(?:(?:source|\.) \S*bashrc|conda activate)\b")
 _OPTION = re.compile(r"--?[A-Za-z][\w-]*")
 _SETTING = re.compile(r"[a-z]\w*(?:\.\w+)+=|[\w-]+(?:/[\w-]+)+:/")
 _TORCHRUNS = re.compile(r"--(?:nproc[-_]per[-_]node|rdzv[-_](?:endpoint|backend|id)|standalone)(?:=.*)?", re.DOTALL)
@@ -59,6 +60,9 @@ _COMMENTED = re.compile(r"^[ \t]*#+[ \t]*(?:export[ \t]+)?([A-Z][A-Z0-9_]{3,})="
 _FROM_OUTSIDE = re.compile(
     r"CUDA|CONDA|NCCL|OMP|MPI|LD_|PATH$|.*(?:PATH|HOME|ROOT|DIR|SCRATCH|TMP|KEY|TOKEN)$|ROCR|HIP"
 )
+_FROM_SITE = re.compile(
+    r"(?!.*DIR$)(?:CUDA|CONDA|NCCL|OMP|MPI|LD_|.*(?:PATH|HOME|ROOT|SCRATCH|TMP|KEY|TOKEN)$|ROCR|HIP)"
+)
 _IGNORES = re.compile(r"(?:-|:|true)?$|echo\b[^;&|]*$")
 _OFTEN = {"".join(sorted(name)): name for name in WORDS["often"]}
 _UNSEEN = re.compile("[\u00a0\u200b-\u200d\u2060\ufeff]")
@@ -82,8 +86,8 @@ def of_directives(script: ParsedScript) -> Iterator[Found]:
         yield Found("no-interpreter", lines[0])
     bash = re.search(r"\[\[ |\(\(|<<<|<\(|\w=\(|\$\{\w+\[", script.text)
     shell = script.facts.shell if script.facts else ""
-    if shell and lines[:1] == [1] and bash and not script.directive(shell):
-        yield Found("no-interpreter", 1, level="warning")
+    if shell and lines and not (script.lines[0].startswith("#!") or script.directive(shell)):
+        yield Found("no-interpreter", lines[0], level="warning" if lines[0] == 1 and bash else "hint")
     expands = script.facts.expands if script.facts else None
     for line, words in script.directives if expands is not None else ():
         names = [name for name in _VARIABLE.findall(" ".join(words)) if not re.fullmatch(expands or "-", name)]
@@ -143,13 +147,18 @@ def of_shell(script: ParsedScript) -> Iterator[Found]:
             level: Literal["", "hint"] = "hint" if guarded(script, one.line) else ""
             yield Found("remote-code", one.line, (two if read else one).program, level=level)
     for launch in script.launches:
+        names = WORDS["torchrun_options"] | {name.replace("-", "") for name in WORDS["torchrun_options"]}
+        wrong = [name for name in launch.options if not any(one.startswith(name) for one in names)]
+        plain = [name for name in wrong if re.fullmatch(r"[a-z][a-z\d.-]*", name) and launch.program == "torchrun"]
+        for name in plain[:1]:
+            yield Found("option-misplaced", script.where(name.replace("-", "_"), launch.command.line), f"--{name}")
         late = [word for word in launch.rest[1:] if _TORCHRUNS.fullmatch(word) and word in launch.command.words]
         if late and launch.rest[0].endswith(".py") and launch.program == "torchrun":
             yield Found("options-late", script.where(late[0], launch.command.line), late[0])
         module = {"no-python", "m", "module"} & launch.options.keys()
         # A variable may hold torchrun in one branch of an `if`, and python in the other.
-        plain = launch.program == "torchrun" and re.search(r"torchrun|torch\.dist", " ".join(launch.command.words))
-        if re.fullmatch(r"python[\d.]*", "".join(launch.rest[:1])) and plain and not module:
+        own = launch.program == "torchrun" and re.search(r"torchrun|torch\.dist", " ".join(launch.command.words))
+        if re.fullmatch(r"python[\d.]*", "".join(launch.rest[:1])) and own and not module:
             yield Found("python-twice", launch.command.line, launch.rest[0])
     if not option_set(script, NOUNSET):
         return
@@ -157,6 +166,8 @@ def of_shell(script: ParsedScript) -> Iterator[Found]:
     for command in script.commands:
         if command.program in ("module", "ml", "source", "."):
             known.add("LD_LIBRARY_PATH")
+        if _ACTIVATES.search(" ".join(command.words)) and not command.file:
+            yield Found("unset-variable", command.line, f"a variable of {command.words[-1]}", level="hint")
         for match in () if command.file else _BARE.finditer(" ".join(command.texts)):
             name = match[2]
             if name not in known:
@@ -316,6 +327,7 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
     if not script.facts:
         return
     defined = {command.function for command in script.commands}
+    outside = (_FROM_SITE if option_set(script, NOUNSET) else _FROM_OUTSIDE).match  # -u ends the job
     elsewhere = sets_elsewhere(script)
     told = set(_TOLD.findall(script.code))
     others = {name.lower() for name in script.values} - script.values.keys() - told
@@ -355,7 +367,7 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
             elif read in others and own.lower() != read and not read.endswith("_proxy"):
                 others.remove(read)
                 yield Found("variable-case", script.where(match[0], command.line), read)
-            elif unset and len(read) > 4 and read not in told and not _FROM_OUTSIDE.match(read) and own != read:
+            elif unset and len(read) > 4 and read not in told and own != read and not outside(read):
                 seen.add(read)
                 alike = [name for name in script.values if _is_misspelt(read, name)]
                 level: Literal["warning", "hint"] = "warning" if alike and read.islower() else "hint"
@@ -378,24 +390,12 @@ def _in_word(name: str, texts: tuple[str, ...]) -> bool:
 
 
 def of_unset(script: ParsedScript) -> Iterator[Found]:
-    """Find variables that are read before they are set, and variables that are set but not exported."""
-    first: dict[str, int] = {}
+    """Find variables that are set but not exported."""
     for command in script.commands if script.facts or script.trains else ():
         for name, _ in command.assignments:
-            first.setdefault(name.rstrip("+"), command.line)
             line = script.lines[command.line - 1]
             alone = not command.words and line.lstrip().startswith(f"{name}=") and not line.rstrip().endswith("\\")
             once = alone and _OF_PROGRAMS.fullmatch(name) and len(re.findall(rf"\b{name}\b", script.text)) == 1
             given = name.startswith("MASTER") and script.launches  # torchrun sets them itself
             if once and not (given or command.file or "set -a" in script.text):
                 yield Found("not-exported", command.line, name)
-    seen = set(_LOOPS.findall(script.text)) | {"_"}
-    for command in script.commands if first and not sets_elsewhere(script) else ():
-        if re.match(r"\s*(?:for|while|until)\b", script.lines[command.line - 1]) or command.function:
-            return  # a loop may have set it, and a function may run later
-        for match in _READ.finditer(" ".join(command.texts)):
-            name = match[1] or match[2]
-            late = name.islower() and name not in seen and first.get(name, 0) > command.line
-            if late and script.where(match[0], 0) and not (command.file or command.per_node or command.captured):
-                yield Found("variable-late", command.line, name)
-                return

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import Literal
 
-from envbuild.jobcheck.lint.launch import ASKS, is_plain_training, starts_training
+from envbuild.jobcheck.lint.launch import ASKS, is_inside, is_plain_training, is_program, starts_training
 from envbuild.jobcheck.lint.script import ERREXIT, PIPEFAIL, Found, ParsedScript, option_set
 from envbuild.jobcheck.lint.shell import LAUNCHERS, SUBMITS, WORDS, Command
 
@@ -27,6 +27,16 @@ _STARTS_RANKS = re.compile(
 _ASKED = re.compile(r"^\s*(?:if|elif|while|until|for|case)\b|\$\?|PIPESTATUS")
 _BRANCH = re.compile(r"^\s*(?:else|elif|esac|;;)|\$\?|\|\||PIPESTATUS", re.MULTILINE)
 _OPTION = re.compile(r"-|\W?$|[A-Za-z_]\w*=|wandb (?:offline|online|login|sync|off|on)\b")
+_OPTIONS = re.compile(r"(\.(?:py|sh)\b(?: [a-z]\w*)?) .*", re.DOTALL)  # behind a program and its command
+_SCRIPT = re.compile(r"(?:(?:ba)?sh )?[\w./${}-]{1,200}\.sh(?: |$)")
+# The exit code of the training is asked for, and only a message follows a bad one.
+_TOLD = re.compile(
+    r"^\s*(?:if|elif)? ?\[{1,2} \"?\$(?:\?|\{?(?i:\w*(?:exit|status|code|ret|rc)\w*)\}?)\"? *(?:-eq|-ne|==|=|!=) ",
+    re.MULTILINE,
+)
+_LEAVES = re.compile(
+    r"\b(?:exit|return) (?!0\b)\S|\b(?:exit|return)\s*$|kill|scontrol requeue|\bfalse\b|wait", re.MULTILINE
+)
 _TEED = re.compile(r"\b(?:python[\d.]*|torchrun|deepspeed|accelerate) [^|]{1,4000}\|&? *tee\b[^|;&]*$")
 _CHECKS = re.compile(r"\$\?|\|\||&&|\b(?:exit|break|wait|trap|PIPESTATUS)\b|&$", re.MULTILINE)
 
@@ -38,8 +48,16 @@ def of_status(script: ParsedScript) -> Iterator[Found]:
         or list(_inner_status(script))
         or list(_loop_status(script))
         or list(_first_of_two(script))
-        or _last_step(script)
+        or list(_last_step(script))
+        or _told_status(script)
     )
+
+
+def _told_status(script: ParsedScript) -> Iterator[Found]:
+    """Find exit codes that a script asks for, to print a message alone."""
+    asked = _TOLD.search(script.code) if script.facts and not script.submits else None
+    if asked and not (_LEAVES.search(script.code) or option_set(script, ERREXIT)):
+        yield Found("status-lost", script.where(asked[0].strip()), "the message behind it", level="hint")
 
 
 def _outer_status(script: ParsedScript) -> Iterator[Found]:
@@ -241,7 +259,7 @@ def _first_of_two(script: ParsedScript) -> Iterator[Found]:
         return
     if option_set(script, ERREXIT):
         return
-    programs = [one for one in script.commands if _is_run(script, one) or _is_program(one)]
+    programs = [one for one in script.commands if one in runs or is_program(one, _FIRST_STEPS) or _is_script(one)]
     for one, two in pairwise(programs):
         between = "\n".join(script.lines[one.line - 1 : two.line])
         parted = re.search(r"^\s*(?:else|elif|fi|esac|done|;;|\))", between, re.MULTILINE) or _CHECKS.search(between)
@@ -251,11 +269,10 @@ def _first_of_two(script: ParsedScript) -> Iterator[Found]:
             return
 
 
-def _is_program(command: Command) -> bool:
-    """Return whether a command directly in the script is a Python program."""
-    inside = command.started_by or command.function or command.file or command.captured or command.background
-    python = re.fullmatch(r"python[\d.]*", command.program) and any(word.endswith(".py") for word in command.words[1:4])
-    return bool(python) and not inside and not _FIRST_STEPS.search(" ".join(command.words[:4]))
+def _is_script(command: Command) -> bool:
+    """Return whether a command directly in the script runs another script that may be a training."""
+    text = " ".join(command.words)
+    return bool(_SCRIPT.match(text)) and not (is_inside(command) or _FIRST_STEPS.search(text))
 
 
 def _is_run(script: ParsedScript, command: Command) -> bool:
@@ -265,4 +282,9 @@ def _is_run(script: ParsedScript, command: Command) -> bool:
     known = posixpath.basename(text.partition(" ")[0]) in LAUNCHERS - {"ssh", "kubectl", "parallel"}
     known |= _RUNS.search(text) is not None or is_plain_training(command)
     names = {posixpath.basename(word) for word in command.words}
-    return known and " " in text and command.program != "which" and not (names & ASKS or _FIRST_STEPS.search(text))
+    return (
+        known
+        and " " in text
+        and command.program != "which"
+        and not (names & ASKS or _FIRST_STEPS.search(_OPTIONS.sub(r"\1", text)))
+    )
