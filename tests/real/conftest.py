@@ -65,7 +65,8 @@ def _run_command(line: list[str], folder: Path, env: dict[str, str]) -> subproce
     server = _command_server()
     plain = line[:3] == [sys.executable, "-m", "envbuild"] and not any(name.startswith(_AT_START) for name in changed)
     if not plain or line[3] not in server.known:
-        server.known |= {line[3]} if plain else set()
+        if plain:
+            server.known.add(line[3])
         return subprocess.run(line, capture_output=True, text=True, cwd=folder, env=env)
     with TemporaryDirectory() as output:
         out, err = Path(output, "out"), Path(output, "err")
