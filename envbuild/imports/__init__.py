@@ -99,11 +99,15 @@ def read_source(path: Path, groups: Collection[str] = (), recipe: Path = _RECIPE
 
 def _read_file(path: Path, groups: Collection[str]) -> Iterator[Statement]:
     reader = FORMATS[_format(path.name)][1]
-    yield from reader(path, groups) if reader is read_toml_lock else reader(path)
+    statements = reader(path, groups) if reader is read_toml_lock else reader(path)
+    if reader is read_setup:  # its other lines may name GPUs, too: CUDAExtension
+        read = list(statements)
+        known = {statement.place for statement in read}
+        others = (one for one in _signs_in(path, text_of(path), UNREAD_LINE) if one.place not in known)
+        statements = iter((*read, *others))
+    yield from statements
     if reader in _COMMENTED:
         yield from comments_with_signs(path)
-    if reader is read_setup:
-        yield from _signs_in(path, text_of(path), UNREAD_LINE)
     named = lost(f"file name: {path.name}", str(path), "a name of files for GPUs")
     yield from [named] if gpu_signs([named]) else []
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from urllib.parse import unquote
 
 from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
 from packaging.requirements import Requirement
@@ -61,10 +62,25 @@ _LOCAL = re.compile(r"===?[^;,+=]*\+([a-z]+[0-9]*(?:\.[0-9]+)*)(?![A-Za-z0-9])")
 _ANY_LOCAL = re.compile(r"===?[^;,+=]*(\+[^\s;,]+)")
 
 
+_OF_HOST = "a file of the host on which it was written"
+# A wheel of one of PyTorch's packages on the host that wrote the file; their indexes have the same version for Linux.
+_WHEEL = re.compile(r"(torch(?:vision|audio|text|data)?)\s*@\s*file:\S*/torch[a-z]*-([^-/\s]+)-[^/\s]*\.whl[^\s;]*")
+
+
+def _is_wheel(statement: Statement) -> bool:
+    return statement.kind in _REQUIREMENTS and not statement.reason and _WHEEL.match(statement.text) is not None
+
+
+def _of_wheel(statement: Statement) -> Statement:
+    """Return the statement with the version of a wheel of PyTorch's on another host instead of its path."""
+    text = _WHEEL.sub(lambda match: f"{match[1]}=={unquote(match[2])}", statement.text, count=1)
+    return replace(statement, text=text) if _is_wheel(statement) else statement
+
+
 def _requirement_problem(text: str) -> str | None:
     problem = checks.requirement_problem(text)
-    if problem is None and re.search(r"@\s*file:", text):
-        return "a file of the host on which it was written: copy it into the recipe's folder, name it `NAME @ ./FILE`"
+    if re.search(r"@\s*file:", text):
+        return f"{_OF_HOST}: copy it into the recipe's folder, name it `NAME @ ./FILE`"
     if problem is None and (reference := reference_of(text)) and reference.kind == "path":
         return "a file of the project: copy it into the recipe's folder, and name it as `NAME @ ./FILE`"
     return problem
@@ -124,7 +140,11 @@ def compose(
     def of(*kinds: str, arch: str = "") -> list[str]:
         return list(dict.fromkeys(e.text for e in kept if e.kind in kinds and _PLATFORMS.get(e.platform, "") == arch))
 
-    given = _once(map(_without_extras, statements))
+    statements = list(statements)
+    gone += [
+        replace(one, reason=f"{_OF_HOST}: carried as {_of_wheel(one).text}") for one in statements if _is_wheel(one)
+    ]
+    given = _once(map(_without_extras, map(_of_wheel, statements)))
     comments = [statement for statement in given if statement.kind == "comment"]
     given = [statement for statement in given if statement.kind != "comment"]
     chosen = {normalise(group) for group in groups}

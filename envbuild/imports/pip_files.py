@@ -304,7 +304,7 @@ def _translated(part: str) -> str:
 
 
 # ---- setup.py, setup.cfg and Pipfile
-COMPUTED = "computed by the program, which init does not run: name the file that has it with --from"
+_COMPUTED = "computed by the program, which init does not run: name {} with --from"
 _LISTS = {"install_requires": "", "setup_requires": "setup_requires", "tests_require": "tests_require"}
 _CATEGORIES = {"packages": "", "dev-packages": "develop"}
 _SETTINGS = {"extras", "editable", "path", "file", "index", "git", "ref", "subdirectory", "version", "markers"}
@@ -316,20 +316,22 @@ def read_setup(path: Path) -> Iterator[Statement]:
         tree = ast.parse(text_of(path))
     except (SyntaxError, ValueError) as error:
         raise UsageError(f"{path}: not Python 3: {error}", "write its install_requires to requirements.txt") from None
-    values, given = _assigned(tree), list[tuple[str, ast.expr]]()
+    values, given, text = _assigned(tree), list[tuple[str, ast.expr]](), text_of(path)
+    files = [name for name in re.findall(r"""['"]([\w./-]+\.(?:txt|in))['"]""", text) if (path.parent / name).is_file()]
+    computed = _COMPUTED.format(" or ".join(dict.fromkeys(files)) or "the file that has it")
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "setup":
             given += [pair for keyword in node.keywords for pair in _keywords(keyword, values)]
     for name, value in given:
-        place, text = f"{path}:{value.lineno}", _literal(value, values)
-        if name in ("name", "python_requires") and isinstance(text, str):
-            yield Statement("name" if name == "name" else "python", text, place)
+        place, literal = f"{path}:{value.lineno}", _literal(value, values)
+        if name in ("name", "python_requires") and isinstance(literal, str):
+            yield Statement("name" if name == "name" else "python", literal, place)
         elif name == "extras_require":
-            yield from _extras(value, values, str(path), place)
+            yield from _extras(value, values, str(path), computed)
         elif name in _LISTS:
-            yield from _requirements(value, values, str(path), name, _LISTS[name])
-    if "install_requires" in text_of(path) and "install_requires" not in dict(given):
-        yield lost("install_requires", str(path), COMPUTED)
+            yield from _requirements(value, values, str(path), name, _LISTS[name], computed)
+    if "install_requires" in text and "install_requires" not in dict(given):
+        yield lost("install_requires", str(path), computed)
 
 
 def _keywords(keyword: ast.keyword, values: Mapping[str, ast.expr]) -> Iterator[tuple[str, ast.expr]]:
@@ -388,28 +390,28 @@ def _items(node: ast.expr, values: Mapping[str, ast.expr], depth: int = 0) -> It
 
 
 def _requirements(
-    node: ast.expr, values: Mapping[str, ast.expr], file: str, name: str, group: str
+    node: ast.expr, values: Mapping[str, ast.expr], file: str, name: str, group: str, computed: str
 ) -> Iterator[Statement]:
     """Yield the requirements in the value of the keyword `name`; a string has one in each line."""
     for item in _items(node, values):
         text, place = _literal(item, values), f"{file}:{item.lineno}"
         if not isinstance(text, str):
-            yield lost(f"{name}: {ast.unparse(item)}", place, COMPUTED, group)
+            yield lost(f"{name}: {ast.unparse(item)}", place, computed, group)
             continue
         for line in filter(None, map(str.strip, text.split("\n"))):
             yield Statement("requirement", line, place, group)
 
 
-def _extras(node: ast.expr, values: Mapping[str, ast.expr], file: str, place: str) -> Iterator[Statement]:
+def _extras(node: ast.expr, values: Mapping[str, ast.expr], file: str, computed: str) -> Iterator[Statement]:
     node = values.get(node.id, node) if isinstance(node, ast.Name) else node
     if not isinstance(node, ast.Dict):
-        yield lost(f"extras_require: {ast.unparse(node)}", place, COMPUTED)
+        yield lost(f"extras_require: {ast.unparse(node)}", f"{file}:{node.lineno}", computed)
         return
     for key, value in zip(node.keys, node.values, strict=True):
         group = _literal(key, values) if key else None
         if isinstance(group, str):
             extra, _, marker = group.partition(":")  # "gpu:sys_platform == 'linux'"
-            for statement in _requirements(value, values, file, f"extras_require[{group!r}]", extra):
+            for statement in _requirements(value, values, file, f"extras_require[{group!r}]", extra, computed):
                 yield (
                     statement
                     if not marker
@@ -418,7 +420,7 @@ def _extras(node: ast.expr, values: Mapping[str, ast.expr], file: str, place: st
                     )
                 )
         else:
-            yield lost(f"extras_require: {ast.unparse(value)}", place, COMPUTED)
+            yield lost(f"extras_require: {ast.unparse(value)}", f"{file}:{value.lineno}", computed)
 
 
 def read_setup_cfg(path: Path) -> Iterator[Statement]:

@@ -84,3 +84,15 @@ def test_of_contradicting_sources_the_first_is_carried_and_the_other_named(tmp_p
     assert recipe.requirements == ("numpy>=2", "rich>=13,==14.0.0")
     reasons = {one.text: one.reason for one in draft.lost}
     assert reasons["numpy==1.26.4"].startswith(f"contradicts numpy>=2 at {tmp_path}/pyproject.toml:3")
+
+
+def test_the_file_that_a_program_reads_is_named(tmp_path: Path) -> None:
+    (tmp_path / "base.txt").write_text("rich\n")
+    (tmp_path / "setup.py").write_text(
+        "def read():\n    return open('base.txt').read().split()\n"
+        "setup(install_requires=read(), extras_require={'fast': ['vllm']})\n"
+    )
+    draft, _ = draft_of(tmp_path / "setup.py", target=None)
+    reasons = {one.text: one.reason for one in draft.lost}
+    assert "name base.txt with --from" in reasons["install_requires: read()"]
+    assert len(draft.lost) == 2 and "--extra fast" in draft.warning

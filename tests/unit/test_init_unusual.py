@@ -446,8 +446,12 @@ def test_an_environment_that_was_exported_on_windows(tmp_path: Path) -> None:
     (tmp_path / "environment.yml").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
     draft, recipe = draft_of(tmp_path / "environment.yml", target=None)
     assert recipe.conda is not None
-    assert recipe.conda.dependencies[:3] == ("numpy=1.26.4", "tqdm=4.65.0=pyhd8ed1ab_0", "pytorch=2.1.2=*cuda12.1*")
-    assert list(recipe.targets) == ["cu121-x86_64"]
+    assert recipe.conda.dependencies[:3] == (
+        "numpy=1.26.4",
+        "tqdm=4.65.0=pyhd8ed1ab_0",
+        "pytorch=2.1.2=py3.11_cuda12.1_cudnn8_0",
+    )
+    assert list(recipe.targets) == ["cu121-x86_64"] and recipe.python == "3.11"
     reasons = {one.text: one.reason for one in draft.lost}
     assert "carried as numpy=1.26.4" in reasons["numpy=1.26.4=py311hdab7c0b_0"]
     assert "operating system" in reasons["vc=14.42=haa95532_3"] and "m2w64-gcc-libs=5.3.0=7" in reasons
@@ -458,3 +462,14 @@ def test_a_file_that_a_dockerfile_copies_to_a_folder_of_its_base(tmp_path: Path)
     for run in ("cd /tmp && pip install -r requirements.txt", "pip install -r /tmp/requirements.txt"):
         (tmp_path / "Dockerfile").write_text(f"FROM python:3.11\nWORKDIR /app\nCOPY requirements.txt /tmp\nRUN {run}\n")
         assert draft_of(tmp_path / "Dockerfile")[1].requirements == ("rich==14.0.0",)
+
+
+def test_wheels_of_the_host_that_wrote_the_file(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text(
+        "torch @ file:///D:/whl/torch-2.6.0%2Bcu124-cp311-cp311-win_amd64.whl#sha256=00\n"
+        "own @ file:///C:/Users/a/own-1.0-py3-none-any.whl\n"
+    )
+    draft, recipe = draft_of(tmp_path / "requirements.txt", target=None)
+    assert recipe.targets["cu124-x86_64"].requirements == ("torch==2.6.0+cu124",) and recipe.requirements == ()
+    first, second = sorted(one.reason for one in draft.lost)
+    assert first.endswith("carried as torch==2.6.0+cu124") and "NAME @ ./FILE" in second
