@@ -97,7 +97,11 @@ def settings(plan: JobPlan, launcher: Launcher) -> str:
         "command": plan.command,
         "run_files": dict(plan.run_files),
     }
-    pieces = [f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in fields.items() if value]
+    pieces = [
+        f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}"
+        for name, value in fields.items()
+        if value or type(value) is int  # 0 restarts
+    ]
     lines = ["# Variables of every process of the job."]
     if plan.preflight and (devices := preflight_devices(artifact.provider)):
         lines.append(f"export ENVBUILD_DEVICES={word(devices)}")

@@ -210,6 +210,10 @@ def test_the_script_is_the_golden_one(name: str) -> None:
     assert_golden_case(case, golden_texts(scheduler), GOLDEN / f"{scheduler}.txt")
 
 
+def test_a_job_without_restarts_has_none() -> None:
+    assert '"max_restarts": 0' in render(replace(PLAN, max_restarts=0))
+
+
 @pytest.mark.parametrize("name", [name for name in PLANS if "stage" in name])
 def test_who_reads_a_script_can_compare_its_packed_program_with_the_readable_one(name: str, tmp_path: Path) -> None:
     text = render(PLANS[name])
