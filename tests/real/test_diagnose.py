@@ -37,7 +37,10 @@ time.sleep(300)
 """
 LIMIT_S = 100
 GRACE_S = 10
-WAYS = ("head-only", "localhost-endpoint", "name-unknown", "port-in-use", "run-ids-differ", "endpoints-differ")
+WAYS = (
+    *("head-only", "localhost-endpoint", "name-unknown", "port-in-use", "run-ids-differ", "endpoints-differ"),
+    "head-unreachable",  # a firewall
+)
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +95,21 @@ def diagnosed(cluster: Cluster, name: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_each_way_to_miss_each_other_with_right_names_is_named(cluster: Cluster) -> None:
+@pytest.fixture(scope="module")
+def launched(cluster: Cluster) -> Path:
+    """All launches between nodes with right names, side by side: most of their time is a wait for a node that never
+    comes. Returns the script of a job of the kind that guide 003 prints: torchrun in the batch script, on the head.
+    """
+    script = cluster.shared / "hand.sbatch"
+    command = " ".join(torchrun("$head:29541"))
+    script.write_text(
+        "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --output=hand-n1.log\n"
+        f'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n{command}\n'
+    )
+    job = cluster.sbatch(script)
     taken = cluster.popen([sys.executable, "-c", LISTEN], on="n1")
     assert taken.stdout is not None and taken.stdout.readline()
+    cluster.block("n1", port=29531)
     here = ("--rdzv-conf=is_host=1,join_timeout=6,read_timeout=4", "--local-addr=10.89.7.11")
     launch(
         cluster,
@@ -105,10 +120,18 @@ def test_each_way_to_miss_each_other_with_right_names_is_named(cluster: Cluster)
             "port-in-use": [torchrun("10.89.7.11:29504", *here)],
             "run-ids-differ": [torchrun("n1:29505", id="11"), torchrun("n1:29505", id="22")],
             "endpoints-differ": [torchrun("n1:29506"), torchrun("n2:29506")],
+            "head-unreachable": [torchrun("n1:29531", wait=12)] * 2,
+            "good": [torchrun("n1:29532", wait=60)] * 2,
         },
     )
+    cluster.unblock("n1")
     taken.kill()
     taken.wait()
+    assert cluster.wait(job, LIMIT_S).state == "FAILED"
+    return script
+
+
+def test_each_way_to_miss_each_other_with_right_names_is_named(cluster: Cluster, launched: Path) -> None:
     for name in WAYS:
         assert diagnosed(cluster, name)[0]["id"] == name
 
@@ -147,34 +170,16 @@ def test_a_node_that_cannot_look_up_its_own_name_is_named(cluster: Cluster) -> N
     assert diagnosed(cluster, "own-name-unknown")[0]["id"] == "own-name-unknown"
 
 
-def test_a_firewall_between_the_nodes_is_named_and_a_good_job_yields_nothing(cluster: Cluster) -> None:
-    cluster.block("n1", port=29531)
-    try:
-        launch(
-            cluster,
-            {"head-unreachable": [torchrun("n1:29531", wait=12)] * 2, "good": [torchrun("n1:29532", wait=60)] * 2},
-        )
-    finally:
-        cluster.unblock("n1")
-    assert diagnosed(cluster, "head-unreachable")[0]["id"] == "head-unreachable"
+def test_a_good_job_yields_nothing(cluster: Cluster, launched: Path) -> None:
     logs = [str(path) for path in sorted(cluster.shared.glob("good-n?.log"))]
     assert "rank 0 of 2" in Path(logs[0]).read_text() + Path(logs[1]).read_text()
     done = CliRunner().invoke(diagnose_command, [*logs, "--json"])
     assert json.loads(done.stdout)["findings"] == []
 
 
-def test_what_lint_finds_in_a_script_is_what_diagnose_finds_in_its_log(cluster: Cluster) -> None:
-    """A job of the kind that guide 003 prints: torchrun in the batch script, on the head."""
-    script = cluster.shared / "hand.sbatch"
-    command = " ".join(torchrun("$head:29541"))
-    script.write_text(
-        "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --output=hand-n1.log\n"
-        f'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n{command}\n'
-    )
-    faults = {one.fault.id for one in lint(script.read_text(), str(script))}
+def test_what_lint_finds_in_a_script_is_what_diagnose_finds_in_its_log(cluster: Cluster, launched: Path) -> None:
+    faults = {one.fault.id for one in lint(launched.read_text(), str(launched))}
     assert {"head-only", "fixed-port"} <= faults
-    number = int(cluster.run(["sbatch", "--parsable", script], check=True).stdout)
-    assert cluster.wait(number, LIMIT_S).state == "FAILED"
     found = diagnosed(cluster, "hand")[0]
     assert found["id"] == "head-only-quiet"
     assert "start torchrun on every node" in found["remedy"]

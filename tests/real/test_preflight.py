@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +62,12 @@ class Told:
         return {one["check"] for one in self.verdict["findings"] if one["status"] == "fail"}
 
 
-def preflight(
+def preflight(cluster: Cluster, *options: str, **more: Any) -> Told:
+    """Start it on `nodes` of the three as a job's script does, and wait for its end: see `started`."""
+    return started(cluster, *options, **more)()
+
+
+def started(
     cluster: Cluster,
     *options: str,
     nodes: tuple[str, ...] = ("n1", "n2", "n3"),
@@ -71,14 +76,14 @@ def preflight(
     addresses: Mapping[str, str] | None = None,
     port: int | None = None,
     within: Mapping[str, str] | None = None,
-) -> Told:
-    """Start it on `nodes` of the three as a job's script does; `change` goes over the variables of a node, and
+) -> Callable[[], Told]:
+    """Start it, and return a function that waits for its end. `change` goes over the variables of a node, and
     `within` are shell lines that go before the program of a node."""
     port = port or next(_ports)
     at = {node: (addresses or {}).get(node, cluster.address(node)) for node in cluster.nodes[:3]}
     folder = cluster.shared / f"run-{port}"
     folder.mkdir()
-    started = {}
+    processes = {}
     for node in nodes:
         env = {
             "ENVBUILD_NODE": str(cluster.nodes.index(node)),
@@ -97,16 +102,20 @@ def preflight(
         line = [interpreter, "-m", "ddp_train.preflight", "--json", *options]
         if node in (within or {}):
             line = ["sh", "-c", f'{(within or {})[node]}; exec "$@"', "sh", *line]
-        started[node] = cluster.popen(line, on=node, env=env)
-    ends = {node: process.communicate(timeout=40) for node, process in started.items()}
-    told = ends["n1"][0] if "n1" in ends else ""
-    assert not list(folder.iterdir()), "something is left in the run's folder"
-    return Told(
-        {node: process.returncode for node, process in started.items()},
-        {node: end[1] for node, end in ends.items()},
-        json.loads(told) if told else {},
-        port,
-    )
+        processes[node] = cluster.popen(line, on=node, env=env)
+
+    def told() -> Told:
+        ends = {node: process.communicate(timeout=40) for node, process in processes.items()}
+        verdict = ends["n1"][0] if "n1" in ends else ""
+        assert not list(folder.iterdir()), "something is left in the run's folder"
+        return Told(
+            {node: process.returncode for node, process in processes.items()},
+            {node: end[1] for node, end in ends.items()},
+            json.loads(verdict) if verdict else {},
+            port,
+        )
+
+    return told
 
 
 def environment(folder: Path, torch: str) -> str:
@@ -137,12 +146,53 @@ def test_a_good_cluster_passes_in_seconds_and_its_port_is_free_at_once(cluster: 
     assert done.returncode == 0, done.stderr
 
 
-def test_a_node_that_was_not_started_is_named(cluster: Cluster) -> None:
-    told = preflight(cluster, "--wait", "3", nodes=("n1", "n2"))
+@pytest.fixture(scope="module")
+def waiting(cluster: Cluster) -> Iterator[dict[str, Callable[[], Told]]]:
+    """Preflights that wait for a node until the end of --wait, side by side: nothing else in them takes time."""
+    dropped, taken = next(_ports), next(_ports)
+    cluster.block("n1", port=dropped, source="n2")
+    cluster.block("n1", port=dropped, source="n3", reject=True)
+    serve = [sys.executable, "-m", "http.server", str(taken)]
+    server = cluster.popen(serve, on="n1", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        listens = ["bash", "-c", f"ss -ltn | grep -q :{taken}"]
+        cluster.until(lambda: cluster.run(listens, on="n1").returncode == 0)
+        two = ("n1", "n2")
+        yield {
+            "not started": started(cluster, "--wait", "5", nodes=two),
+            "firewall": started(cluster, "--wait", "5", port=dropped),
+            "port in use": started(cluster, "--wait", "5", port=taken, nodes=two),
+        }
+    finally:
+        os.killpg(server.pid, 9)
+        server.wait()
+
+
+def test_a_node_that_was_not_started_is_named(waiting: dict[str, Callable[[], Told]]) -> None:
+    told = waiting["not started"]()
     assert told.codes == {"n1": 1, "n2": 1} and told.failed == {"answers"}
     assert list(told.named("answers").values()) == [["n3"]]
     assert "n3 (10.89.7.13): does not answer" in told.words["n1"]
     assert "--ntasks-per-node=1" in told.words["n1"]
+
+
+def test_a_firewall_before_the_head_is_told_apart_from_nobody_listening(
+    waiting: dict[str, Callable[[], Told]],
+) -> None:
+    told = waiting["firewall"]()
+    assert told.codes == {"n1": 1, "n2": 1, "n3": 1}
+    assert list(told.named("answers").values()) == [["n2", "n3"]]
+    where = f"cannot reach the head n1 at 10.89.7.11:{told.port}"
+    assert f"{where}: timed out" in told.words["n2"] and "dropped" in told.words["n2"]
+    assert f"{where}: refused" in told.words["n3"] and "a firewall rejects" in told.words["n3"]
+
+
+def test_a_port_in_use_is_named_and_so_is_what_has_it(waiting: dict[str, Callable[[], Told]]) -> None:
+    told = waiting["port in use"]()
+    assert told.codes == {"n1": 1, "n2": 1}
+    assert f"cannot listen at 10.89.7.11:{told.port}" in told.words["n1"]
+    assert "in use" in told.words["n1"]
+    assert "what listens there is not this job's preflight" in told.words["n2"]
 
 
 def test_names_that_lead_astray_are_warnings_with_their_line(cluster: Cluster) -> None:
@@ -162,43 +212,24 @@ def test_names_that_lead_astray_are_warnings_with_their_line(cluster: Cluster) -
     assert found["n1 has no address"] == ["n3"]
 
 
-def test_a_firewall_before_the_head_is_told_apart_from_nobody_listening(cluster: Cluster) -> None:
-    port = next(_ports)
-    cluster.block("n1", port=port, source="n2")
-    cluster.block("n1", port=port, source="n3", reject=True)
-    try:
-        told = preflight(cluster, "--wait", "5", port=port)
-    finally:
-        cluster.unblock("n1")
-    assert told.codes == {"n1": 1, "n2": 1, "n3": 1}
-    assert list(told.named("answers").values()) == [["n2", "n3"]]
-    where = f"cannot reach the head n1 at 10.89.7.11:{port}"
-    assert f"{where}: timed out" in told.words["n2"] and "dropped" in told.words["n2"]
-    assert f"{where}: refused" in told.words["n3"] and "a firewall rejects" in told.words["n3"]
-
-
 def test_a_firewall_between_other_nodes_and_packets_that_are_too_large_are_found(cluster: Cluster) -> None:
     cluster.block("n3", source="n2")
-    try:
-        told = preflight(cluster)
-    finally:
-        cluster.unblock("n3")
-    assert told.failed == {"pairs"} and set(told.codes.values()) == {1}
-    # What n3 sends gets no answer either: the firewall drops n2's half of it.
-    assert told.named("pairs") == {
-        "cannot be reached from n2 (10.89.7.12): timed out": ["n3"],
-        "cannot be reached from n3 (10.89.7.13): timed out": ["n2"],
-    }
     # Stands for a link on the way with a smaller MTU that says nothing.
-    rule = "iptables -w -A INPUT -i eth0 -p tcp -m length --length 1200:65535 -j DROP"
+    rule = f"iptables -w -A INPUT -i eth0 -p tcp -s {cluster.address('n1')} -m length --length 1200:65535 -j DROP"
     cluster.run(rule.split(), on="n3", check=True)
     try:
         told = preflight(cluster)
     finally:
         cluster.unblock("n3")
-    assert told.failed == {"pairs"}
-    stalled = {node for nodes in told.named("pairs").values() for node in nodes}
-    assert "n3" in stalled and all("stalled" in what for what in told.named("pairs"))
+    assert told.failed == {"pairs"} and set(told.codes.values()) == {1}
+    found = told.named("pairs")
+    # What n3 sends gets no answer either: the firewall drops n2's half of it.
+    assert {what: nodes for what, nodes in found.items() if "timed out" in what} == {
+        "cannot be reached from n2 (10.89.7.12): timed out": ["n3"],
+        "cannot be reached from n3 (10.89.7.13): timed out": ["n2"],
+    }
+    stalled = {what: nodes for what, nodes in found.items() if "timed out" not in what}
+    assert all("stalled" in what for what in stalled) and "n3" in {node for nodes in stalled.values() for node in nodes}
     assert "one MTU" in told.words["n1"]
 
 
@@ -275,23 +306,6 @@ def test_what_nodes_do_not_offer_is_named(cluster: Cluster) -> None:
     told = preflight(cluster, *asked, change=dict.fromkeys(cluster.nodes, devices))
     assert told.failed - {"memlock"} == {"gpus", "fabric", "shm", "space"}, told.words["n1"]
     assert all(nodes == ["n1", "n2", "n3"] for nodes in told.named("gpus").values())
-
-
-def test_a_port_in_use_is_named_and_so_is_what_has_it(cluster: Cluster) -> None:
-    port = next(_ports)
-    serve = [sys.executable, "-m", "http.server", str(port)]
-    server = cluster.popen(serve, on="n1", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        listens = ["bash", "-c", f"ss -ltn | grep -q :{port}"]
-        cluster.until(lambda: cluster.run(listens, on="n1").returncode == 0)
-        told = preflight(cluster, "--wait", "3", port=port, nodes=("n1", "n2"))
-    finally:
-        os.killpg(server.pid, 9)
-        server.wait()
-    assert told.codes == {"n1": 1, "n2": 1}
-    assert f"cannot listen at 10.89.7.11:{port}" in told.words["n1"]
-    assert "in use" in told.words["n1"]
-    assert "what listens there is not this job's preflight" in told.words["n2"]
 
 
 @pytest.mark.skipif(not FAKETIME.exists(), reason="libfaketime (Debian: faketime) is not installed")

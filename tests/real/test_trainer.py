@@ -125,16 +125,19 @@ def alive(pid: int) -> bool:
     return False
 
 
-# A network that adds wrongly, on one rank and for one size.
+# A network that adds wrongly, on one rank and for one size, and takes a quarter of a second more for large ones.
 INEXACT = """
-import os
-if os.environ.get("RANK") == "1":
+import os, time
+if "RANK" in os.environ:
     import torch
     exact = torch.distributed.all_reduce
     def inexact(tensor, *args, **kwargs):
-        exact(tensor, *args, **kwargs)
-        if tensor.numel() == 1023:
+        if tensor.numel() >= 1 << 14:
+            time.sleep(0.25)
+        result = exact(tensor, *args, **kwargs)
+        if tensor.numel() == 1023 and os.environ["RANK"] == "1":
             tensor[17] += 1
+        return result
     torch.distributed.all_reduce = inexact
 """
 
@@ -143,16 +146,19 @@ if os.environ.get("RANK") == "1":
 def test_a_network_that_adds_wrongly_ends_a_job_and_not_a_verification(
     start: Callable[..., Job], tmp_path: Path, judged_later: bool
 ) -> None:
+    """And on a slow network, one size must be enough for the measurement."""
     (tmp_path / "sitecustomize.py").write_text(INEXACT)
     more = {"DDP_TRAIN_JUDGED_LATER": "1"} if judged_later else {}
-    command = local(2, "1", "1", "--backend", "gloo", "--report", "report.json")
+    command = local(2, "1", "1", "--backend", "gloo", "--report", "report.json", "--bandwidth", "0.5")
     job = start(command, PYTHONPATH=f"{tmp_path}:{ROOT}", **more)
     assert (job.end() == 0) == judged_later, job.output
     assert "gave a wrong sum" in job.output
     if judged_later:
-        ranks = report_at(tmp_path / "report.json")["ranks"]
-        wrong = [[one["numel"] for one in rank["allreduce"] if not one["ok"]] for rank in ranks]
+        report = report_at(tmp_path / "report.json")
+        wrong = [[one["numel"] for one in rank["allreduce"] if not one["ok"]] for rank in report["ranks"]]
         assert wrong == [[], [1023, 1023, 1023]]
+        rows = report["bandwidth"]
+        assert len(rows) == 1 and rows[0]["seconds"] >= 0.25
     else:
         assert not (tmp_path / "report.json").exists()
 
@@ -200,74 +206,38 @@ def test_bandwidth_and_connections_are_in_the_report(start: Callable[..., Job], 
     assert any(end.endswith(f":{port}") for pair in sockets[1] for end in pair)
 
 
-def test_a_slow_network_ends_the_measurement_in_time(start: Callable[..., Job], tmp_path: Path) -> None:
-    """Each all-reduce takes a quarter of a second more: one size must be enough."""
-    slow = tmp_path / "slow"
-    slow.mkdir()
-    (slow / "sitecustomize.py").write_text(
-        "import os, time\n"
-        "if 'RANK' in os.environ:\n"
-        "    import torch\n"
-        "    reduce = torch.distributed.all_reduce\n"
-        "    def late(tensor, *args, **kwargs):\n"
-        "        if tensor.numel() >= 1 << 14:\n"
-        "            time.sleep(0.25)\n"
-        "        return reduce(tensor, *args, **kwargs)\n"
-        "    torch.distributed.all_reduce = late\n"
-    )
-    options = ["--bandwidth", "0.5", "--backend", "gloo", "--report", "report.json"]
-    job = start(local(2, "1", "1", *options), PYTHONPATH=f"{slow}:{ROOT}")
-    assert job.end() == 0, job.output
-    rows = report_at(tmp_path / "report.json")["bandwidth"]
-    assert len(rows) == 1 and rows[0]["seconds"] >= 0.25
-
-
-def test_damaged_snapshot_falls_back_on_all_ranks(start: Callable[..., Job], tmp_path: Path) -> None:
-    options = ["--dataset_size", "256", "--report", "report.json"]
-    first = start(alone("3", "1", *options))
+def test_damaged_snapshot_falls_back_on_all_ranks_and_no_numpy_is_needed(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    blocked = tmp_path / "blocked"
+    blocked.mkdir()
+    (blocked / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\")\n")
+    options = ["--model", "cnn", "--dataset_size", "256", "--report", "report.json"]
+    first = start(alone("3", "1", *options), PYTHONPATH=f"{blocked}:{ROOT}")
     assert first.end() == 0, first.output
     snapshot = tmp_path / "snapshot.pt"
     snapshot.write_bytes(snapshot.read_bytes()[:-100])
-    second = start(local(2, "4", "1", *options))
+    second = start(local(2, "4", "1", *options), PYTHONPATH=f"{blocked}:{ROOT}")
     assert second.end() == 0, second.output
     report = report_at(tmp_path / "report.json")
     assert report["start_epoch"] == 2
     assert report["resumed_from"] == "snapshot.pt.prev"
     assert [entry["path"] for entry in report["rejected_snapshots"]] == ["snapshot.pt"]
     assert "Resuming training from snapshot at Epoch 2" in second.output
-
-
-def test_no_numpy_is_needed(start: Callable[..., Job], tmp_path: Path) -> None:
-    blocked = tmp_path / "blocked"
-    blocked.mkdir()
-    (blocked / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\")\n")
-    job = start(alone("2", "1", "--model", "cnn"), PYTHONPATH=f"{blocked}:{ROOT}")
-    assert job.end() == 0, job.output
-    again = start(local(1, "3", "1", "--model", "cnn"), PYTHONPATH=f"{blocked}:{ROOT}")
-    assert again.end() == 0, again.output
-    assert "Resuming training from snapshot at Epoch 2" in again.output
     # torch itself warns of a missing NumPy; nothing may have failed over it.
-    assert "Traceback" not in job.output + again.output
+    assert "Traceback" not in first.output + second.output
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "word"),
-    [
-        (["--data", "absent"], 2, "absent: is not a folder"),
-        (["--checkpoint_path", "absent/s.pt"], 1, "absent does not exist"),
-    ],
-)
-def test_foreseen_failures_end_all_ranks_with_one_line(
-    start: Callable[..., Job], options: list[str], code: int, word: str
-) -> None:
-    job = start(local(2, "3", "1", *options))
+def test_a_foreseen_failure_ends_all_ranks_with_one_line(start: Callable[..., Job]) -> None:
+    """Other failures: tests/unit/test_trainer_run.py."""
+    job = start(local(2, "3", "1", "--data", "absent"))
     began = time.monotonic()
     assert job.end() != 0
     assert time.monotonic() - began < LIMIT / 2
     errors = [line for line in job.lines if line.startswith("ddp_train: error: ")]
     assert len(errors) == 1, job.output
-    assert word in errors[0]
-    assert f"exitcode  : {code} " in job.output
+    assert "absent: is not a folder" in errors[0]
+    assert "exitcode  : 2 " in job.output
 
 
 def test_full_disk_during_training_ends_all_ranks(start: Callable[..., Job], tmp_path: Path) -> None:
@@ -293,12 +263,12 @@ def test_ranks_die_with_a_killed_torchrun(start: Callable[..., Job]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def nodes(port: int, node: int, *arguments: str, ranks: int = 2) -> list[str]:
-    """The command of one of two nodes of `ranks` ranks, both on this machine."""
+def nodes(port: int, node: int, *arguments: str) -> list[str]:
+    """The command of one of two nodes of a rank, both on this machine."""
     return [
         *TORCHRUN,
         "--nnodes=2",
-        f"--nproc-per-node={ranks}",
+        "--nproc-per-node=1",
         "--max-restarts=3",
         "--rdzv-id=trainer",
         "--rdzv-backend=c10d",
@@ -317,25 +287,25 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize(("victim_node", "ranks"), [(0, 2), (1, 1)])
-def test_a_killed_worker_restarts_from_the_snapshot(
-    start: Callable[..., Job], tmp_path: Path, victim_node: int, ranks: int
-) -> None:
-    """Two nodes without a shared disk: node 1 must get the state over the network."""
+def test_a_killed_worker_restarts_from_the_snapshot(start: Callable[..., Job], tmp_path: Path) -> None:
+    """Two nodes without a shared disk: node 1 must get the state over the network.
+
+    A rank of node 1 is killed in tests/real/test_job_faults.py, one of two ranks of a node in test_gpu_run.py.
+    """
     settings = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     port = free_port()
     jobs = []
     for node in (0, 1):
         folder = tmp_path / f"node{node}"
         folder.mkdir()
-        command = nodes(port, node, "60", "5", "--report", "report.json", ranks=ranks)
+        command = nodes(port, node, "60", "5", "--report", "report.json")
         jobs.append(start(command, folder, **settings))
 
     def saved() -> bool:
         return any("Epoch 10 | Training snapshot saved" in job.output for job in jobs)
 
     wait_until(saved, "a snapshot")
-    os.kill(jobs[victim_node].workers()[-1], signal.SIGKILL)
+    os.kill(jobs[0].workers()[-1], signal.SIGKILL)
     outputs = []
     for job in jobs:
         code = job.end()
@@ -360,12 +330,12 @@ def test_stress_leaves_cleanly(tmp_path: Path) -> None:
     script = ROOT / "tests" / "lab" / "stress_trainer.py"
     assert shutil.which("ps"), "the tests of this module list processes"
     result = subprocess.run(
-        [sys.executable, str(script), "3"],
+        [sys.executable, str(script), "1"],
         env=environment(),
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=3 * LIMIT,
     )
-    assert "3 passed, 0 failed" in result.stdout, result.stdout
+    assert "1 passed, 0 failed" in result.stdout, result.stdout
     assert result.returncode == 0
