@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from envbuild.base.errors import BuildError
@@ -27,6 +27,7 @@ from envbuild.build.runtime_files import (
 )
 from envbuild.image.entry import DIR, FILE, SYMLINK
 from envbuild.run_environment import load_environment
+from examples import examples
 
 GOLDEN = Path(__file__).parents[1] / "golden/apptainer"
 DOCKER_ENV = ".singularity.d/env/10-docker2singularity.sh"
@@ -35,7 +36,7 @@ WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]
     "ab $`'\"\\\n!*?~#&;|<>(){}[]=-", max_size=12
 )
 NAMES = st.from_regex(r"V[A-Za-z0-9_]{0,9}", fullmatch=True)
-many = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 CONFIG: dict[str, Any] = {
     "architecture": "arm64",
     "config": {

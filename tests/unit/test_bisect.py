@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.base.errors import UsageError
@@ -22,6 +22,7 @@ from envbuild.cli.commands import cli
 from envbuild.lock.format import Lock
 from envbuild.recipe.sources import LockedPackage
 from envbuild.run_environment import load_environment
+from examples import examples
 
 # Step times of launches of the trainer, one after the other, on a machine that others use, too.
 STEPS: list[float] = json.loads((Path(__file__).parent / "data" / "step_times.json").read_text())
@@ -88,7 +89,7 @@ def cases(draw: st.DrawFn) -> tuple[list[set[int]], set[int]]:
     return needs, draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=2))
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(cases(), st.integers(0, 3))
 def test_the_groups_are_found_within_the_bound(case: tuple[list[set[int]], set[int]], more: int) -> None:
     needs, planted = case

@@ -4,7 +4,7 @@ import string
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rattler import MatchSpec, PackageRecord
 from rattler.package import BuildString
@@ -13,6 +13,7 @@ from ruamel.yaml import YAML
 from envbuild.base.errors import LockError
 from envbuild.lock.conda import CondaPackage, canonical_depends, file_parts
 from envbuild.lock.conda_format import CondaPart, parse, parse_packages, read_lines, render
+from examples import examples
 
 PLATFORMS = {"cpu-x86_64": "linux-64", "cpu-aarch64": "linux-aarch64"}
 NAMES = st.from_regex(r"[a-z0-9_][a-z0-9_.-]{0,10}", fullmatch=True)
@@ -65,7 +66,7 @@ def test_what_is_written_is_read_back(written: dict[str, CondaPart]) -> None:
 
 
 @given(parts())
-@settings(max_examples=30)
+@examples(30)
 def test_the_reader_of_lines_sees_what_a_yaml_parser_sees(written: dict[str, CondaPart]) -> None:
     text = render(list(written.values()))
     seen = read_lines(text)

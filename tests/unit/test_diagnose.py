@@ -26,6 +26,7 @@ from envbuild.jobcheck.diagnose import engine, read
 from envbuild.jobcheck.diagnose.engine import Diagnosis, LineShapes, TextIndex, _Reader, diagnose
 from envbuild.jobcheck.diagnose.read import job_number, read_logs
 from envbuild.jobcheck.diagnose.rules import PLACES, DiagnosisRule, LinePattern, load_rules, needles
+from examples import examples
 
 DATA = Path(__file__).parent / "data"
 DOCS = Path(__file__).parents[2] / "docs/reference/diagnoses.md"
@@ -2764,7 +2765,7 @@ def test_no_text_is_too_strange(lines: list[str]) -> None:
     diagnose([("log", lines)], load_rules())
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.randoms(use_true_random=False))
 def test_every_rule_survives_lines_in_any_order(rng: random.Random) -> None:
     paths = [path for rule in RULES.values() for path in logs_of(rule.id)]

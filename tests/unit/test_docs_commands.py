@@ -13,13 +13,14 @@ import click
 import pytest
 from click.testing import CliRunner
 from lab.commands import TOP, Shown, command_of, shown
-from lab.shown_site import ShownSite
+from lab.shown_site import SITE_OF_PAGE, ShownSite
 
 from ddp_train.args import build_parser
 from envbuild.cli.commands import GROUPS, cli
 
 SHOWN = shown()
-LINES = [one for one in SHOWN if not one.is_form]
+# A line that several pages show is tried once for each site that they are about.
+LINES = list({(one.line, SITE_OF_PAGE.get(one.where)): one for one in SHOWN if not one.is_form}.values())
 FORMS = [one for one in SHOWN if one.is_form]
 DIFFERENT = 1  # of `envbuild diff`
 BY_HAND = "by hand on releases (docs/howto/jobs.md)"

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from envbuild.base.errors import BuildError
 from envbuild.build.runtime_files import enroot_files, normalised, run_of
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
 from envbuild.verify.namespace import image_variables
+from examples import examples
 
 GOLDEN = Path(__file__).parents[1] / "golden/enroot"
 PRINTF = ["/usr/bin/printf", "[%s]\\0"]
@@ -28,7 +29,7 @@ NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,9}", fullmatch=True).filter(
         and name not in ("PATH", "PWD", "OLDPWD", "IFS", "PPID", "UID", "EUID", "_", "SHLVL", "OPTIND")
     )
 )
-many = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def texts(**run: Any) -> dict[str, str]:
@@ -303,7 +304,7 @@ def test_every_file_becomes_what_a_user_without_privileges_can_unpack(entry: Ent
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="chmod of what one cannot read needs root")
 @given(mode=st.integers(0, 0o7777), folder=st.booleans())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_modes_are_those_that_chmod_gives(tmp_path: Path, mode: int, folder: bool) -> None:
     path = tmp_path / "x"
     path.mkdir() if folder else path.touch()

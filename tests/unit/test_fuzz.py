@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lab.fuzz_inputs import grafted
 from lab.fuzz_readers import READERS, fault_of, input_of, seeds_of
+
+from examples import SHARE, examples
 
 KEPT = Path(__file__).with_name("data") / "fuzz/kept"
 # Inputs that showed a fault once: READER--WHAT.
 INPUTS = sorted(path.name for path in KEPT.iterdir())
 # Hypothesis finds values that nobody thought of, and the smallest that shows a fault; it is slower than mutations.
 EXAMPLES = 60
-# `tests/run --fast` tries a quarter of the inputs.
-SHARE = min(1.0, settings.default.max_examples / 100) if settings.default else 1.0
 OF_JSON = (
     "state",
     "receipt",
@@ -96,7 +96,7 @@ def test_values_of_any_type_are_no_traceback(name: str, tmp_path: Path) -> None:
     seeds = [json.loads(line) for seed in seeds_of(name) for line in seed.splitlines() if _is_json(line)]
     whole = [json.loads(seed) for seed in seeds_of(name) if _is_json(seed)]
 
-    @settings(max_examples=math.ceil(EXAMPLES * SHARE))
+    @examples(EXAMPLES)
     @given(JSON, st.integers(0, 1 << 32))
     def run(value: Any, place: int) -> None:
         rng = random.Random(place)
@@ -111,7 +111,7 @@ def test_values_of_any_type_are_no_traceback(name: str, tmp_path: Path) -> None:
 def test_words_in_any_order_are_no_traceback(name: str, tmp_path: Path) -> None:
     words = sorted({word for seed in seeds_of(name)[:5] for word in re.findall(rb"\w+|\s|[^\w\s]", seed[:3000])})
 
-    @settings(max_examples=math.ceil(EXAMPLES * SHARE))
+    @examples(EXAMPLES)
     @given(st.lists(st.sampled_from(words) | st.binary(max_size=3), max_size=30))
     def run(parts: list[bytes]) -> None:
         check(name, b"".join(parts), tmp_path, repr(parts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -63,10 +64,17 @@ def collected(top: Path, **more: str) -> str:
     return code.commit
 
 
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    top = tmp_path_factory.mktemp("repository") / "mine"
+    commit(top, {})
+    commit(top, FILES)
+    return top
+
+
 @pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    commit(tmp_path / "mine", {})
-    commit(tmp_path / "mine", FILES)
+def repository(original: Path, tmp_path: Path) -> Path:
+    shutil.copytree(original, tmp_path / "mine")
     touched(tmp_path / "mine")
     return tmp_path / "mine"
 

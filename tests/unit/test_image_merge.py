@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lab.merged import Merged, merge
 
@@ -19,6 +19,7 @@ from envbuild.image.layer import decompressed, header
 from envbuild.image.squashfs.segment import of_entry
 from envbuild.image.tar import Member, tar_items
 from envbuild.image.tree import MergedTree
+from examples import examples
 
 Layer = list[Entry]
 
@@ -232,7 +233,7 @@ PATHS = st.lists(PARTS, min_size=1, max_size=4).map("/".join)
 MEMBERS = st.tuples(PATHS, st.sampled_from([DIR, FILE, SYMLINK, HARDLINK]), PATHS)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(st.lists(st.lists(MEMBERS, max_size=12), min_size=1, max_size=3))
 def test_a_member_beside_the_one_before_is_applied_like_any_other(layers: list[list[tuple[str, str, str]]]) -> None:
     """The tree remembers the folder of the last member; here it is made to forget it."""

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lab.drafts import draft_of
 
 from envbuild.base.errors import EnvbuildError
 from envbuild.cli.commands import cli
 from envbuild.imports.origin import merge
+from examples import examples
 
 FILE = Path("recipes/lab/recipe.toml")
 SEEDS = sorted((Path(__file__).parent / "data" / "init").iterdir())
@@ -179,7 +180,7 @@ def _values(data: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.sampled_from(SEEDS), st.sampled_from(SEEDS), st.sampled_from(["cpu-x86_64", "cu126-x86_64"]))
 def test_without_edits_the_new_recipe_comes_out(one: Path, other: Path, target: str) -> None:
     old, new = draft_of(one)[0], draft_of(other, target=target)[0]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from lab.golden import assert_golden_case
 from lab.shellcheck import shellcheck
@@ -23,6 +23,7 @@ from envbuild.jobs.model import JobRequest
 from envbuild.recipe.targets import ARCHES, host_arch
 from envbuild.site.jobs import ModulesTable, NodeTable, PathsTable, SchedulerTable
 from envbuild.site.settings import Site
+from examples import examples
 
 GOLDEN = Path(__file__).parent / "data" / "jobs" / "builds.txt"
 SITE = Site(
@@ -78,7 +79,7 @@ _TEXT = st.text(st.characters(blacklist_categories=["Cs", "Cc"]), min_size=1, ma
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=_TEXT, value=_TEXT, option=_TEXT)
 def test_paths_and_variables_arrive_unchanged_at_a_recording_envbuild(
     tmp_path: Path, place: str, value: str, option: str

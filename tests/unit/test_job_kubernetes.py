@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lab.golden import assert_golden_case
 from lab.manifests import container_of, expanded, faults
@@ -34,6 +34,7 @@ from envbuild.jobs.model import JobArtifact, JobPlan
 from envbuild.jobs.schedulers.kubernetes import render_kubernetes
 from envbuild.site.jobs import KubernetesTable, NodeTable, SchedulerTable
 from envbuild.site.settings import Site
+from examples import examples
 
 GOLDEN = Path(__file__).parent / "data" / "jobs" / "kubernetes.txt"
 DIGEST = "sha256:" + "8e1884d0" * 8
@@ -306,7 +307,7 @@ def carried(text: str) -> bool:
 
 
 @given(words=st.lists(TEXT, min_size=1, max_size=5), value=TEXT)
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_readers_of_yaml_1_1_and_1_2_see_the_same_text_unchanged(words: list[str], value: str) -> None:
     if not all(map(carried, (*words, value))):
         return
@@ -370,7 +371,7 @@ def started(plan: JobPlan, folder: Path, more: dict[str, str]) -> tuple[list[str
 
 
 @given(words=st.lists(TEXT, max_size=4), value=TEXT)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_a_recording_interpreter_gets_every_argument_and_variable_unchanged_through_sh(
     words: list[str], value: str
 ) -> None:
@@ -792,7 +793,7 @@ DNS = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
 @given(name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fullmatch=True), nodes=st.integers(1, 1000))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_every_name_that_a_job_can_have_becomes_names_of_pods_and_services(name: str, nodes: int) -> None:
     for plan in (PLAN, second(PLAN)):
         made = replace(plan, name=name, nodes=nodes, rendezvous="etcd-v2")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from unit.job_plans import LOADED, MODULES, PLAN, SIF, SITE, Stage, recorder
 
@@ -20,6 +20,7 @@ from envbuild.jobs.model import JobPlan
 from envbuild.jobs.quote import directive, heredoc, inside, mount, word, words
 from envbuild.jobs.schedulers import render
 from envbuild.site.jobs import SchedulerTable
+from examples import examples
 
 # What shells, heredocs and printf stumble over; no control characters but tab and newline, which are refused.
 NASTY = (
@@ -90,7 +91,7 @@ def _python(recorded: list[Any]) -> Any:
     return found
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(values=st.lists(TEXT, max_size=5))
 @example(values=list(NASTY))
 def test_any_words_come_through_bash_and_sh(values: list[str]) -> None:
@@ -102,7 +103,7 @@ def test_any_words_come_through_bash_and_sh(values: list[str]) -> None:
         assert subprocess.run(["sh", "-c", plain], stdout=subprocess.PIPE).stdout.decode() == printed
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(text=st.lists(TEXT, max_size=5).map("\n".join))
 @example(text="END\nEND_\ntouch pwned")
 def test_any_text_comes_through_a_heredoc(text: str) -> None:
@@ -110,7 +111,7 @@ def test_any_text_comes_through_a_heredoc(text: str) -> None:
     assert (done.stdout.decode().rstrip(), done.stderr) == (text.rstrip(), b"")
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     arguments=st.lists(TEXT, max_size=4),
     value=TEXT,

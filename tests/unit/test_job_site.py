@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from unit.job_plans import executable
 
@@ -20,6 +20,7 @@ from envbuild.doctor.batch import contradictions, duration
 from envbuild.doctor.probe import HostFinding
 from envbuild.doctor.sites import check_site, site_file
 from envbuild.site.settings import Site, SiteFile, find_site, load_site
+from examples import examples
 
 
 def put(path: Path, text: str) -> Path:
@@ -328,7 +329,7 @@ def decoded(text: str) -> SiteFile:
     return decode(Document(Path("site.toml"), text, tomllib.loads(text)), SiteFile)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     st.dictionaries(
         st.sampled_from(["http_proxy", "HTTPS_PROXY", "no_proxy", "SSL_CERT_FILE", "LOADEDMODULES", "USER"]),

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_train.errors import TrainError
@@ -32,6 +32,7 @@ from ddp_train.launch.nodes import Row, meet
 from ddp_train.launch.strategies import strategy_variables, training
 from ddp_train.stage.disk import locked
 from envbuild.jobs.quote import word
+from examples import examples
 
 ETH0, HSN0, IB0 = Address("eth0", "192.0.2.7"), Address("hsn0", "203.0.113.7"), Address("ib0", "2001:db8:1::7")
 FOUND = [
@@ -74,7 +75,7 @@ def test_messages_of_the_kernel_are_read_to_their_end() -> None:
         list(read_answer(struct.pack("=IHHIIi", 20, 2, 2, 1, 0, -95)))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.integers(0, 60), st.binary(max_size=8))
 def test_a_message_that_is_cut_ends_the_reading(size: int, more: bytes) -> None:
     data = _message(20, socket.AF_INET, 0, bytes(4))[:size]
@@ -142,7 +143,7 @@ TEXT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="".j
 VALUES = st.one_of(TEXT, st.sampled_from(["a\nb", "\n", "\t", "'", "\\", "$(id)", "#x", "a=b", "export", "set -- x"]))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.tuples(st.sampled_from(["A", "B_1", "export_", "C"]), VALUES), max_size=6))
 def test_python_reads_the_variables_that_a_shell_does(pairs: list[tuple[str, str]]) -> None:
     text = "".join(f"# it's a comment\nexport {name}={word(value)}\n" for name, value in pairs)

@@ -8,10 +8,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.layers.contents import open_member
+from examples import examples
 
 DAMAGE = (zipfile.BadZipFile, EOFError)
 
@@ -30,7 +31,7 @@ def content(seed: int, size: int) -> bytes:
     return b"".join(dice.choice(words) for _ in range(size // 100))[:size].ljust(size, b"\0")
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.integers(0, 1 << 30),
     st.integers(65_536, 400_000),
@@ -50,7 +51,7 @@ def test_every_way_of_reading_gives_what_zipfile_gives(seed: int, size: int, lev
         assert found == data and stream.read(1) == b""
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.integers(0, 99), st.data())
 def test_no_damage_goes_unseen(seed: int, data: st.DataObject) -> None:
     whole = content(seed, 100_000)

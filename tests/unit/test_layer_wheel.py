@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from installer import install
 from installer.destinations import SchemeDictionaryDestination
@@ -30,6 +30,7 @@ from envbuild.contract.installed import check_files
 from envbuild.image.layer import with_parents, write_layer
 from envbuild.image.layout import Blobs
 from envbuild.layers.wheel import Scheme, wheel_paths, wheel_record, wheel_tree
+from examples import examples
 
 SCHEME = Scheme("opt/env", "3.11")
 SITE = SCHEME.site_packages
@@ -418,7 +419,7 @@ names = st.text(
 contents = st.one_of(st.binary(max_size=40), st.binary(max_size=40).map(lambda rest: b"#!python" + rest))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     files=st.dictionaries(
         st.builds(str.__add__, parts, names),

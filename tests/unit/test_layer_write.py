@@ -15,13 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.base.errors import BuildError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry, Readable, Tree
 from envbuild.image.layer import Layer, header, open_layer, with_parents, write_layer
 from envbuild.image.layout import Blobs
+from examples import examples
 
 KINDS = {
     tarfile.REGTYPE: FILE,
@@ -173,7 +174,7 @@ names = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"
 paths = st.lists(names, min_size=1, max_size=4).map("/".join)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(files=st.dictionaries(paths, st.binary(max_size=2000), max_size=5), step=st.integers(1, 700))
 def test_any_names_and_contents_are_read_back(
     files: dict[str, bytes], step: int, tmp_path_factory: pytest.TempPathFactory

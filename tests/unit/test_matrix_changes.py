@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -20,18 +21,26 @@ from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.model import Recipe
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A git checkout with the recipes a, ab and b, and one at its side that is not in it."""
-    top = tmp_path / "top"
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a git checkout, top, that has the recipes a, ab and b, and a recipe that is not in it."""
+    folder = tmp_path_factory.mktemp("checkout")
+    top = folder / "top"
     for name in ("a", "ab", "b"):
         write_recipe(top, name)
     git(top, "init", "--quiet")
     (top / "README.md").write_text("x")
     (top / "recipes/b/old.requirements.txt").write_text("a file that is neither empty nor short\n" * 9)
     commit(top)
-    write_recipe(tmp_path / "beside", "outside")
-    return top
+    write_recipe(folder / "beside", "outside")
+    return folder
+
+
+@pytest.fixture
+def checkout(original: Path, tmp_path: Path) -> Path:
+    """A copy of the checkout of `original`."""
+    shutil.copytree(original, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "top"
 
 
 RECIPES = ("recipes/a", "recipes/ab", "recipes/b")
@@ -79,8 +88,13 @@ def test_a_change_selects_the_recipes_it_concerns(
     change(checkout)
     commit(checkout)
     assert changed(checkout) == concerned
+
+
+def test_a_folder_below_selects_the_same_recipes(checkout: Path) -> None:
+    move(checkout)
+    commit(checkout)
     (checkout / "sub").mkdir()
-    assert changed(checkout, cwd=checkout / "sub") == concerned
+    assert changed(checkout, cwd=checkout / "sub") == {"a", "b"}
 
 
 def test_what_the_other_branch_changed_does_not_count(checkout: Path) -> None:

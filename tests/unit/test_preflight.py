@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_train.errors import TrainError
@@ -29,6 +29,7 @@ from ddp_train.preflight.wire import WireError, decode, encode, plain
 from envbuild.base.errors import UsageError
 from envbuild.contract.state import BuiltLayer, State
 from envbuild.jobs.preflight import find_allocation
+from examples import examples
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 JSON = st.recursive(
@@ -36,7 +37,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=4,
 )
-few = settings(max_examples=50, deadline=None)
+few = examples(50)
 CONTRACT = {
     "ENVBUILD_NODE": "0",
     "ENVBUILD_NODES": "1",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.base.errors import UsageError, VerificationError
@@ -31,6 +31,7 @@ from envbuild.report.gather import gather, page_path, read_receipt_of, receipt_c
 from envbuild.report.page import report_page
 from envbuild.report.sections import evidence_html, h, prose, visible
 from envbuild.run_environment import load_environment
+from examples import examples
 
 # Of a real run of `envbuild verify --faults`; its paths and host are renamed.
 REAL: dict[str, Any] = json.loads((Path(__file__).parent / "data/report/pt_minimal.receipt.json").read_text())
@@ -319,7 +320,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.integers(0, 10**9), st.lists(VALUES, min_size=1, max_size=6))
 def test_any_damage_to_a_receipt_gives_a_page(seed: int, values: list[Any]) -> None:
     chosen = random.Random(seed)
@@ -343,7 +344,7 @@ def test_any_damage_to_a_receipt_gives_a_page(seed: int, values: list[Any]) -> N
     read(report_page([entry(receipt, changes=changes), *([entry()] if seed % 2 else [])]))
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.dictionaries(st.sampled_from([*REAL, "performance", "slim", "project"]), VALUES))
 def test_any_object_gives_a_page(receipt: dict[str, Any]) -> None:
     read(report_page([entry(receipt)]))

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePath
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lab.patchelf import patchelf
 
@@ -42,6 +42,7 @@ from envbuild.layers.source_job import SourceBuild, StepError
 from envbuild.layers.source_steps import tidy, unpack_cuda, unpack_wheel
 from envbuild.recipe.sources import SourceLayer
 from envbuild.store.store import Store
+from examples import examples
 
 _LAYER = SourceLayer("foo", "1", "cpu-x86_64", "autotools", "https://example.org/foo-1.tar", "ab" * 32)
 
@@ -116,7 +117,7 @@ def test_links_inside_an_archive_stay_as_they_are(tmp_path: Path) -> None:
 _NAMES = st.lists(st.sampled_from(["a", "b", "..", ".", ""]), min_size=1, max_size=4).map("/".join)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.tuples(_NAMES, st.sampled_from("0125"), _NAMES), max_size=5))
 def test_no_archive_writes_outside_its_folder(members: list[tuple[str, str, str]]) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -293,7 +294,7 @@ def test_elf_files_are_read_as_patchelf_reads_them(tmp_path: Path) -> None:
     assert relocate(tmp_path, _arch(), [])[0] == elf.glibc
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.data())
 def test_no_damage_of_an_elf_file_is_more_than_none(data: st.DataObject) -> None:
     whole = bytearray(_an_elf().read_bytes()[:65536])

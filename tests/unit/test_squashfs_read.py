@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.base.errors import BuildError
@@ -24,6 +24,7 @@ from envbuild.image.entry import CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.squashfs.model import NAMES
 from envbuild.image.squashfs.read import SquashfsImage
 from envbuild.image.squashfs.unpack import unpack
+from examples import examples
 
 DATA = Path(__file__).with_name("data")
 CODECS = ("gzip", "xz", "lz4", "zstd")
@@ -148,7 +149,7 @@ def test_an_image_is_unpacked_as_it_is(codec: str, tmp_path: Path) -> None:
 
 
 @given(st.sampled_from(CODECS), st.data())
-@settings(deadline=None, max_examples=400)
+@examples(400)
 def test_a_damaged_image_is_an_error_and_never_worse(codec: str, data: st.DataObject) -> None:
     image = bytearray(IMAGES[codec])
     superblock, rest = st.integers(0, 95), st.integers(0, len(image) - 1)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.base.errors import BuildError
@@ -27,6 +27,7 @@ from envbuild.image.squashfs.model import BLOCK_SIZE, NO_FRAGMENT, SIZE_MASK, UN
 from envbuild.image.squashfs.segment import CHUNK, Segment, load, of_entry, save, unpack, write_segment
 from envbuild.image.tar import Member, tar_items
 from envbuild.image.tree import MergedTree
+from examples import examples
 
 ZSTD = codec_of("zstd:1")
 EDGES = (0, 1, 511, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE, CHUNK + 5)
@@ -91,7 +92,7 @@ def read_back(segment: Segment, ordinal: int, number: int = 6) -> bytes:
     return b"".join(parts)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(st.lists(contents, max_size=8))
 def test_every_content_is_found_again_and_no_thread_makes_a_difference(data: list[bytes]) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -250,7 +251,7 @@ members = st.builds(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.lists(members, max_size=5), st.data())
 def test_an_index_gives_back_its_members_or_nothing(found: list[Member], data: st.DataObject) -> None:
     """It is a cache: cut, damaged or of other data it is as if it were not there."""

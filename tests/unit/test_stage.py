@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ddp_train.stage.disk as disk
@@ -31,6 +31,7 @@ from ddp_train.stage.disk import LEAST, MOST, Folder, Lost, piece_of, split
 from ddp_train.stage.node import Node
 from ddp_train.stage.tree import Packed, unpack
 from envbuild.contract.manifest import write_manifest
+from examples import examples
 
 TORCH = "lib/python3.11/site-packages/torch"
 TRAINER = Path(disk.__file__).parents[1]
@@ -508,7 +509,7 @@ def test_images_that_were_not_used_lately_make_room(tmp_path: Path) -> None:
         folder.room(1 << 60)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     seed=st.integers(0, 2**32), size=st.integers(0, 12 << 20), at=st.integers(0, 12 << 20), new=st.integers(0, 99999)
 )

@@ -11,11 +11,12 @@ from typing import Any, Literal
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.base.errors import EnvbuildError, RecipeError
 from envbuild.base.toml import Document, decode, form, json_schema, key, read
+from examples import examples
 
 # --- positions -----------------------------------------------------------------------------------
 
@@ -110,7 +111,7 @@ def same(left: Any, right: Any) -> bool:
     return repr(left) == repr(right)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(documents())
 def test_every_key_and_element_has_its_own_position(text: str) -> None:
     data = tomllib.loads(text)

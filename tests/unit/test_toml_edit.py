@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from envbuild.imports.toml_edit import delete_value, set_value
+from examples import examples
 
 TEXT = """\
 # mine
@@ -97,7 +98,7 @@ def _comments(text: str) -> list[str]:
 RECIPES = sorted(Path(__file__).parents[2].glob("recipes/*/recipe.toml"))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(150, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_shipped_recipes_keep_their_comments_whatever_is_added(data: st.DataObject) -> None:
     text = data.draw(st.sampled_from(RECIPES)).read_text()

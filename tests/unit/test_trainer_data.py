@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from examples import examples
+
 pytest.importorskip("torch")
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_train.args import parse_arguments
@@ -47,7 +49,7 @@ def test_reads_images_and_labels(tmp_path: Path, suffix: str) -> None:
     assert images[1, 0, 0].item() == 784 * 7 % 256
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data(), packed=st.booleans())
 def test_any_truncation_or_addition_is_refused_by_name(data: st.DataObject, packed: bool) -> None:
     whole = idx_bytes((3, 4, 5), bytes(range(60)))
@@ -67,7 +69,7 @@ def test_any_truncation_or_addition_is_refused_by_name(data: st.DataObject, pack
             read_idx(path, 3)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(content=st.binary(max_size=64), suffix=st.sampled_from(["", ".gz"]))
 def test_random_bytes_never_give_a_traceback(content: bytes, suffix: str) -> None:
     with tempfile.TemporaryDirectory() as folder:

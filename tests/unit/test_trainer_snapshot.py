@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from examples import examples
+
 pytest.importorskip("torch")
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_train.errors import TrainError
@@ -98,7 +100,7 @@ def test_older_script_reads_our_snapshot(tmp_path: Path) -> None:
     assert snapshot["EPOCHS_RUN"] == 6
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(part=st.floats(0, 1, exclude_max=True), legacy=st.booleans())
 def test_any_truncation_is_refused_in_one_line(part: float, legacy: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +111,7 @@ def test_any_truncation_is_refused_in_one_line(part: float, legacy: bool) -> Non
         assert refusal(path)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_a_flipped_bit_in_a_tensor_is_refused(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -123,7 +125,7 @@ def test_a_flipped_bit_in_a_tensor_is_refused(data: st.DataObject) -> None:
         assert "damaged" in refusal(path)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(content=st.binary(max_size=80), head=st.sampled_from([b"", b"PK\x03\x04", b"\x80\x02"]))
 def test_random_bytes_are_refused_in_one_line(content: bytes, head: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
