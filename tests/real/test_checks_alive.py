@@ -27,7 +27,10 @@ import pytest
 from ddp_train.loaded import interfaces
 from envbuild.base.packages import record_digest
 from envbuild.build import venv
+from envbuild.build.commit import open_subject
+from envbuild.contract.state import BuiltLayer
 from envbuild.contract.verification import ExpectTable, VerifySettings
+from envbuild.run_environment import load_environment
 from envbuild.site.settings import load_site
 from envbuild.verify import launch
 from envbuild.verify.host import host_nodes
@@ -135,6 +138,12 @@ if rank == "1":
         return randperm(n, generator=generator, **kwargs)
     torch.randperm = other
 """
+# Layers of a subject, and the command that checks each.
+LAYERS = {
+    "good": ("python", "-c", "print('fine')"),
+    "broken": ("python", "-c", "import sys; sys.exit('libown.so: no such file')"),
+    "absent": ("own-tool", "--version"),
+}
 
 
 def other_interface() -> tuple[str, str]:
@@ -199,15 +208,26 @@ def test_nodes_that_meet_only_themselves(subject: Subject, tmp_path: Path, monke
     assert failed(run_checks(subject, tmp_path, settings=settings)) == ["world"]
 
 
-def test_no_restart_is_seen(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_layers_a_floor_and_a_missing_restart(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a rank that trains on other samples fails the curve alone; the recipe's floor goes over the site's."""
     agent = launch._agent
 
     def final(job: launch.TrainingJob, *rest: Any) -> list[str]:
         return agent(dataclasses.replace(job, max_restarts=0), *rest)
 
     monkeypatch.setattr(launch, "_agent", final)
-    settings = dataclasses.replace(SETTINGS, nproc_per_node=1, faults=True, timeout_s=60)
-    assert failed(run_checks(subject, tmp_path, settings=settings)) == ["restart"]
+    layers = tuple(BuiltLayer(layer, "1.0", "", check=check) for layer, check in LAYERS.items())
+    changed = dataclasses.replace(subject, state=dataclasses.replace(subject.state, layers=layers))
+    settings = dataclasses.replace(SETTINGS, epochs=2, busbw_floor=1e5, faults=True)
+    checks = run_checks(changed, tmp_path, OTHER_SEED, settings=settings)
+    assert failed(checks) == ["layer:broken", "layer:absent", "bandwidth", "curve", "restart"]
+    by_name = {check.name: check for check in checks}
+    assert by_name["layer:good"].seen == "good 1.0: exit 0"
+    assert "exit 1\n    libown.so: no such file" in by_name["layer:broken"].seen
+    assert "own-tool" in by_name["layer:absent"].seen
+    assert "the recipe's busbw_floor" in by_name["bandwidth"].expected
 
 
 RISES = "import os\nfor i in 1, 2, 3: print('loss:', i)\nopen('out.txt', 'w').write(os.environ['WORLD_SIZE'])"
@@ -268,7 +288,7 @@ def replace_trainer(venv: Path, packages: Path) -> None:
         file.write_bytes(data)
 
 
-def test_packages_that_are_not_the_locked_ones(envbuild: Command, pt_cpu: dict[str, Any], tmp_path: Path) -> None:
+def test_packages_that_are_not_the_locked_ones(pt_cpu: dict[str, Any], tmp_path: Path) -> None:
     packages = link_tree(pt_cpu["path"], tmp_path / "v") / "lib/python3.11/site-packages"
     # Edited, not in place: the file is a hardlink.
     file = packages / "sympy" / "abc.py"
@@ -279,12 +299,13 @@ def test_packages_that_are_not_the_locked_ones(envbuild: Command, pt_cpu: dict[s
     shutil.move(old, old.with_name("tqdm-0.0.1.dist-info"))
     (packages / "startup.pth").write_text("import os")
     replace_trainer(tmp_path / "v", packages)
-    line = ("verify", "v", "--nodes", "1", "--nproc-per-node", "1", "--epochs", "2")
-    done = envbuild(*line)
-    assert done.returncode == 5 and "2 of 23 checks failed\n  installed" in done.stderr, done.stderr
-    assert "\n  trainer (" in done.stderr, done.stderr
+    checks = run_checks(
+        open_subject(tmp_path / "v", load_environment()), tmp_path, settings=dataclasses.replace(SETTINGS, quick=True)
+    )
+    assert failed(checks) == ["installed", "trainer"]
+    seen = "\n".join(check.seen for check in checks if check.status == "fail")
     for word in ("site-packages/sympy/abc.py", "tqdm: locked", "installed 0.0.1", "site-packages/startup.pth"):
-        assert word in done.stderr, word
+        assert word in seen, word
 
 
 def test_a_library_of_another_architecture(envbuild: Command, tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
-"""The network in use: wrong interfaces, floors that are not reached, layers' own checks, NCCL's real library."""
+"""The network in use: the interface that was asked for, NCCL's real library."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import mmap
 import os
@@ -16,16 +15,13 @@ from typing import Any
 
 import pytest
 
-from envbuild.contract.state import BuiltLayer
 from envbuild.jobcheck.diagnose.engine import explain
 from envbuild.jobcheck.diagnose.nccl_log import NcclLog, parse_nccl_log
 from envbuild.recipe.targets import host_arch
 from envbuild.run_environment import load_environment
 from envbuild.store.fetch import WantedWheel, locate_wheels
-from envbuild.verify.model import Subject
 
 from .conftest import REPOSITORY
-from .test_checks_alive import OTHER_SEED, SETTINGS, failed, run_checks
 
 
 def test_gloo_is_on_the_interface_that_was_asked_for(pt_cpu: dict[str, Any]) -> None:
@@ -38,27 +34,6 @@ def test_gloo_is_on_the_interface_that_was_asked_for(pt_cpu: dict[str, Any]) -> 
     table = checks["bandwidth"]["evidence"]["table"]
     assert checks["bandwidth"]["status"] == "pass" and table[-1]["busbw"] > 0
     assert "libraries" not in checks, "for CUDA targets"
-
-
-def test_layers_commands_are_run_in_the_artifact_and_the_recipe_s_floor_goes_over_the_site_s(
-    subject: Subject, tmp_path: Path
-) -> None:
-    """And a rank that trains on other samples fails the curve alone; launches that nothing depends on are shared."""
-    commands = {
-        "good": ("python", "-c", "print('fine')"),
-        "broken": ("python", "-c", "import sys; sys.exit('libown.so: no such file')"),
-        "absent": ("own-tool", "--version"),
-    }
-    layers = tuple(BuiltLayer(name, "1.0", "", check=check) for name, check in commands.items())
-    changed = dataclasses.replace(subject, state=dataclasses.replace(subject.state, layers=layers))
-    settings = dataclasses.replace(SETTINGS, epochs=2, busbw_floor=1e5)
-    checks = run_checks(changed, tmp_path, OTHER_SEED, settings=settings)
-    assert failed(checks) == ["layer:broken", "layer:absent", "bandwidth", "curve"]
-    by_name = {check.name: check for check in checks}
-    assert by_name["layer:good"].seen == "good 1.0: exit 0"
-    assert "exit 1\n    libown.so: no such file" in by_name["layer:broken"].seen
-    assert "own-tool" in by_name["layer:absent"].seen
-    assert "the recipe's busbw_floor" in by_name["bandwidth"].expected
 
 
 # nvidia-nccl-cu12 as PyPI has it: the oldest that a recipe here names, and a newer one.

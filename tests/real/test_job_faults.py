@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,13 @@ def jobs(
         yield jobs
 
 
-@pytest.mark.parametrize("hosts", [(LOOPBACK, NONE), (NONE, LOOPBACK)], ids=["loopback first", "none first"])
-def test_names_that_mislead_or_are_unknown_do_not_matter(
-    jobs: Jobs, pt_cpu: dict[str, Any], hosts: tuple[str, str]
-) -> None:
-    for node, text in zip(jobs.cluster.nodes, hosts, strict=True):
+@contextmanager
+def names_of_hosts(jobs: Jobs, *texts: str) -> Iterator[None]:
+    """Nodes whose /etc/hosts is `texts`: names that mislead or are unknown do not matter to jobs."""
+    for node, text in zip(jobs.cluster.nodes, texts, strict=True):
         jobs.cluster.set_hosts(node, text.format(node=node))
     try:
-        jobs.trained(jobs.ended(jobs.submit(pt_cpu["path"], ranks=1)), ranks=1)
+        yield
     finally:
         for node in jobs.cluster.nodes:
             jobs.cluster.set_hosts(node)
@@ -69,15 +69,17 @@ def under_way(jobs: Jobs, job: int) -> None:
 def test_a_killed_rank_restarts_from_the_snapshot_on_the_interface_that_the_site_names(
     jobs: Jobs, pt_cpu: dict[str, Any]
 ) -> None:
+    """The head does not know its own name, and the other node calls itself 127.0.1.1."""
     jobs.write_site('[fabric]\ninterface = "eth1"\n')
-    job = jobs.submit(pt_cpu["path"], ranks=1, arguments=LONG)
-    jobs.write_site()
-    under_way(jobs, job)
-    # The process that torchrun started on the other node; its own has the same words and no RANK.
-    find = "for p in $(pgrep -f ddp_train); do grep -qz ^RANK= /proc/$p/environ && echo $p; done"
-    (rank,) = jobs.cluster.run(["bash", "-c", find], on="n2").stdout.split()
-    jobs.cluster.run(["kill", "-9", rank], on="n2", check=True)
-    ended = jobs.ended(job)
+    with names_of_hosts(jobs, NONE, LOOPBACK):
+        job = jobs.submit(pt_cpu["path"], ranks=1, arguments=LONG)
+        jobs.write_site()
+        under_way(jobs, job)
+        # The process that torchrun started on the other node; its own has the same words and no RANK.
+        find = "for p in $(pgrep -f ddp_train); do grep -qz ^RANK= /proc/$p/environ && echo $p; done"
+        (rank,) = jobs.cluster.run(["bash", "-c", find], on="n2").stdout.split()
+        jobs.cluster.run(["kill", "-9", rank], on="n2", check=True)
+        ended = jobs.ended(job)
     report = resumed(jobs, ended, "eth1")
     assert report["ranks"][0]["store"].startswith(jobs.cluster.address("n1", 1))
     assert ended.end.restarts == 0
@@ -176,43 +178,45 @@ def told_to_end(jobs: Jobs, artifact: str) -> set[str]:
     return said
 
 
-@pytest.mark.parametrize(
-    ("exclusive", "cpus", "has"), [(True, 2, 4), (False, 0, 2)], ids=["alone on its nodes", "beside others"]
-)
-def test_told_to_end_every_node_has_the_time_it_needs(
-    jobs: Jobs, pt_cpu: dict[str, Any], exclusive: bool, cpus: int, has: int
-) -> None:
+def test_told_to_end_every_node_has_the_time_it_needs(jobs: Jobs, pt_cpu: dict[str, Any]) -> None:
+    """A step has the CPUs that its job has: all of a node that it has alone."""
     jobs.write_site()
-    site = jobs.site.read_text().replace("cpus = 2", f"cpus = {cpus}")
-    jobs.site.write_text(site.replace("exclusive = false", f"exclusive = {str(exclusive).lower()}"))
-    # A step has the CPUs that its job has: all of a node that it has alone, else one for each rank.
-    assert told_to_end(jobs, pt_cpu["path"]) == {str(has)}
+    jobs.site.write_text(jobs.site.read_text().replace("exclusive = false", "exclusive = true"))
+    assert told_to_end(jobs, pt_cpu["path"]) == {"4"}
 
 
 def test_told_to_end_a_container_keeps_its_image_until_every_rank_has_saved_its_state(
     jobs: Jobs, squash: dict[str, Any], real_apptainer: Apptainer
 ) -> None:
-    """Slurm signals every process of a step, and squashfuse, which holds the image, is one."""
+    """Slurm signals every process of a step, and squashfuse, which holds the image, is one.
+
+    A job that shares its nodes has a CPU for each rank where the site names no number.
+    """
     modules = {"apptainer/lab": {"PATH": str(real_apptainer.bin)}}
     lmod.module_tree(jobs.cluster.modules, modules)
     jobs.write_site(
         f'[container]\nruntime = "apptainer"\n\n[modules]\ninit = "{lmod.INIT}"\nrun = ["apptainer/lab"]\n',
         APPTAINER_USERNS="true",
     )
+    jobs.site.write_text(jobs.site.read_text().replace("cpus = 2", "cpus = 0"))
     said = told_to_end(jobs, squash["apptainer"]["path"])
     assert said == {"2 squashfuse"}  # else the image was unpacked, and a signal harms no mount
 
 
 def test_a_job_that_is_submitted_by_a_job_trains(jobs: Jobs, pt_cpu: dict[str, Any]) -> None:
-    """The outer job's memory for each CPU, said in its environment, excludes the inner one's for each node."""
+    """The outer job's memory for each CPU, said in its environment, excludes the inner one's for each node.
+
+    The head calls itself 127.0.1.1, and the other node does not know its own name.
+    """
     jobs.write_site()
     jobs.site.write_text(jobs.site.read_text().replace("cpus = 2", 'cpus = 2\nmemory = "1G"'))
     line = [jobs.command(), "job", "--site", jobs.site, pt_cpu["path"], "--nodes", "2", "--nproc-per-node", "1"]
     words = " ".join(shlex.quote(str(word)) for word in [*line, "--submit", "--", "2", "1"])
     outer = jobs.cluster.shared / "outer.sh"
     outer.write_text(f'#!/bin/bash\n[ -n "$SLURM_MEM_PER_CPU" ] && {words} >inner 2>inner.log\n')
-    end = jobs.cluster.wait(jobs.cluster.sbatch(outer, "--mem-per-cpu=100", "--output=outer.log", env=jobs.env))
-    jobs.write_site()
     shared = jobs.cluster.shared
-    assert end.state == "COMPLETED", (shared / "inner.log").read_text()
-    jobs.trained(jobs.ended(int((shared / "inner").read_text().splitlines()[-1])), ranks=1)
+    with names_of_hosts(jobs, LOOPBACK, NONE):
+        end = jobs.cluster.wait(jobs.cluster.sbatch(outer, "--mem-per-cpu=100", "--output=outer.log", env=jobs.env))
+        jobs.write_site()
+        assert end.state == "COMPLETED", (shared / "inner.log").read_text()
+        jobs.trained(jobs.ended(int((shared / "inner").read_text().splitlines()[-1])), ranks=1)
