@@ -77,6 +77,10 @@ REMARK = re.compile(
 # The same, or an exception.
 SURVIVED = re.compile(rf"{NAMED_EXCEPTION.pattern}|{REMARK.pattern}")
 WARNING = re.compile(r"\b(?:[A-Z]\w{0,80})?[Ww]arning: |\bWARN(?:ING)?\b|(?:^|\s)\[?W(?:\d{4})? |: W \w+/")
+# Warnings of a fault: NCCL has no other word for an error, and torch goes on without a peer or GPU that it cannot use.
+GRAVE = re.compile(
+    r"\bNCCL WARN\b|\[c10d\]|CUDA initialization: |is not compatible with the current PyTorch|\bWARN: Function: "
+)
 # The program says in the same line that it continues.
 GOES_ON = re.compile(
     r"\b(?:[Ss]kipping|[Ss]kipped|[Ii]gnor(?:ed|ing)|[Rr]etrying(?! \(\d+/)|[Ff]all(?:ing|s)? ?back|[Cc]ontinuing"

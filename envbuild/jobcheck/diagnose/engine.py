@@ -24,6 +24,7 @@ from envbuild.jobcheck.diagnose.blocks import (
     BEGIN,
     FRAME,
     GOES_ON,
+    GRAVE,
     REMARK,
     RULE,
     SIGNS,
@@ -409,7 +410,7 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Diagnosi
         () if course.passed(words.order) else tuple(_evidence(line, words.at) for line in (*words.lines, *words.led))
     )
     said = words if shown else Words()
-    held = [_without_claim(rule, found, said, held) for rule, found in held]
+    held = [_without_claim(rule, found, said, held, reader.total) for rule, found in held]
     held.sort(key=lambda one: (KINDS.index(one[1][1].kind), -one[0].rank, one[1][0]))
     held = [*held[:1], *((rule, (order, _as_symptom(finding))) for rule, (order, finding) in held[1:])]
     held.sort(key=lambda one: (KINDS.index(one[1][1].kind), -one[0].rank, one[1][0]))
@@ -428,19 +429,21 @@ def _without_claim(
     found: tuple[int, DiagnosisFinding],
     words: Words,
     held: Sequence[tuple[DiagnosisRule, tuple[int, DiagnosisFinding]]],
+    end: int,
 ) -> tuple[DiagnosisRule, tuple[int, DiagnosisFinding]]:
     """Return a cause as a symptom if the program survived it: its lines say so, or another reason ended the program.
 
     Programs continue after warnings, and often after lines of a rule that `passes`, such as the exception of an
     optional import, or a command of the shell that is not there. They then end with another exception, or for the
-    reason of a rule that `ends`, to which no earlier line leads.
+    reason of a rule that `ends`, to which no earlier line leads. `end` is the number of the last line.
     """
     order, finding = found
     if rule.kind != "cause":
         return rule, found
     lines = [evidence.text for evidence in finding.evidence]
     warned = all(WARNING.search(line) for line in lines)
-    remarked = warned or all(REMARK.search(line) for line in lines)
+    mild = warned and not any(GRAVE.search(line) for line in lines)
+    remarked = mild or all(REMARK.search(line) for line in lines)
     mentioned = warned or all(SURVIVED.search(line) for line in lines)
     others = [one for one in held if one[0] is not rule and rule.id not in one[0].follows]
     ended = [other for other, (at, _) in others if other.ends and at > order and other.kind == "cause"]
@@ -448,7 +451,8 @@ def _without_claim(
     last = words.weight == Weight.ENDED and order < words.order
     survived = (
         all(GOES_ON.search(line) for line in lines)
-        or any(warned or (rule.passes and (remarked or other.rank > _ROOT)) for other in ended)
+        or (rule.passes and mild and order < end)
+        or any(mild or (rule.passes and (remarked or other.rank > _ROOT)) for other in ended)
         or (
             last
             and not (led or words.marks.intersection((*rule.any, *rule.all)))
