@@ -1525,6 +1525,25 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [SLURM + "export PATH=/opt/bin:$PATH", SLURM + "export PATH=`make_path`"],
     ),
     "login-prompt": ([(SLURM + "wandb login", "login")], [SLURM + "export WANDB_API_KEY=$(cat ~/k)\nwandb login"]),
+    "time-missing": (
+        [(ONE + "srun python train.py", "gpus-per-node"), (PBS.replace("l walltime=01:00:00", "l ngpus=2"), "ngpus")],
+        [
+            ONE.replace("set -e", "#SBATCH -t 10:00\nset -e") + "srun python train.py",
+            TWO_GPU_NODES.replace("set -e", "#PBS -l walltime=1:00:00\nset -e"),
+            SLURM + "srun python train.py",
+        ],
+    ),
+    "ranks-doubled": (
+        [(EIGHT + "srun python -m deepspeed.launcher.launch t.py", "deepspeed")],
+        [SLURM + "srun python -m deepspeed.launcher.launch t.py", EIGHT + "srun python -m deepspeed.env_report"],
+    ),
+    "tasks-unused": (
+        [
+            (SLURM.replace("set -e", "#SBATCH -n 16\nset -e").replace("node=1", "node=8") + "python train.py", "-n 16"),
+            (EIGHT + "torchrun --standalone --nproc-per-node=8 t.py", "per-node"),
+        ],
+        [EIGHT + "srun python train.py", EIGHT + "mpirun -n 16 python train.py", SLURM + "python train.py"],
+    ),
     "tasks-uneven": (
         [(SLURM.replace("-per-node=1", "=3") + "srun python train.py", "ntasks=3")],
         [SLURM.replace("-per-node=1", "=4") + "srun python train.py"],
@@ -2841,6 +2860,7 @@ TWO = "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --gpus-per-node=2\nset -eu\n"
         (TWO[:-8] + "./run 1\nif [ $? -eq 0 ]; then\n echo a\nelse\n echo b\nfi", "status-lost", "hint"),
         (TWO[:-8] + "./run 1\nif [ $? -ne 0 ]; then\n exit 1\nfi", "status-lost", None),
         (LSF[:-7] + "jsrun -n4 python m.py --stage 1\njsrun -n4 python m.py --stage 2", "status-lost", "warning"),
+        (TWO[:-8] + "for i in 1 2; do\napptainer exec --nv a.sif python t.py $i\ndone", "status-lost", "warning"),
         # Folders of logs
         (TWO.replace("set", "#SBATCH -o /work/me/logs/%j.out\nset"), "output-folder", "hint"),
         (TWO.replace("set", "#SBATCH -a 1-9 -o %A.out\nset"), "array-output", "warning"),

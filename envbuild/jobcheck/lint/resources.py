@@ -275,6 +275,9 @@ def of_requests(script: ParsedScript) -> Iterator[Found]:
         yield Found("tasks-spread", total[0], total[1])
     elif total and many > 1 and not placed and any(is_program(one, _OTHER_STEPS) for one in script.commands):
         yield Found("tasks-spread", total[0], total[1], program="python", level="hint")
+    given = script.directive(*PER_NODE, "--ntasks", "-n") if script.has_steps and script.trains else None
+    if given and placed and script.tasks > 1 and not (script.launchers_work or script.submits or script.texts):
+        yield Found("tasks-unused", given[0], str(script.tasks))
     chunks = re.search(r"\bselect=(\d{1,5}):\S{0,200}?\bngpus=(\d{1,3})", text)
     together = chunks is not None and int(chunks[1]) > 1 and 0 < int(chunks[2]) < 4
     starts = script.launches or script.launchers_work

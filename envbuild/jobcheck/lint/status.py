@@ -246,7 +246,7 @@ def _loop_status(script: ParsedScript) -> Iterator[Found]:
 def _in_loop(script: ParsedScript, command: Command) -> bool:
     words = script.variables.expanded(command.words)
     plain = bool(words) and is_plain_training(replace(command, words=tuple(" ".join(words).split())))
-    return plain or (command.program in LAUNCHERS and starts_training(command))
+    return plain or (command.program in LAUNCHERS | {"singularity", "apptainer"} and starts_training(command))
 
 
 def _first_of_two(script: ParsedScript) -> Iterator[Found]:
