@@ -63,8 +63,13 @@ _ANY_LOCAL = re.compile(r"===?[^;,+=]*(\+[^\s;,]+)")
 
 
 _OF_HOST = "a file of the host on which it was written"
-# A wheel of one of PyTorch's packages on the host that wrote the file; their indexes have the same version for Linux.
-_WHEEL = re.compile(r"(torch(?:vision|audio|text|data)?)\s*@\s*file:\S*/torch[a-z]*-([^-/\s]+)-[^/\s]*\.whl[^\s;]*")
+# A wheel of one of PyTorch's packages on the host that wrote the file, or at an address without a sha256: their indexes
+# have the same version.
+_WHEEL = re.compile(
+    r"(torch(?:vision|audio|text|data)?)\s*@\s*"
+    r"(?:file:|https?://download\.pytorch\.org/whl/(?=\S*(?:\+|%2B))(?!\S*sha256=))"
+    r"\S*/torch[a-z]*-([^-/\s]+)-[^/\s]*\.whl[^\s;]*"
+)
 
 
 def _is_wheel(statement: Statement) -> bool:
@@ -75,6 +80,11 @@ def _of_wheel(statement: Statement) -> Statement:
     """Return the statement with the version of a wheel of PyTorch's on another host instead of its path."""
     text = _WHEEL.sub(lambda match: f"{match[1]}=={unquote(match[2])}", statement.text, count=1)
     return replace(statement, text=text) if _is_wheel(statement) else statement
+
+
+def _carried_as(statement: Statement) -> str:
+    reason = _OF_HOST if re.search(r"@\s*file:", statement.text) else "its URL has no sha256, and its index has it"
+    return f"{reason}: carried as {_of_wheel(statement).text}"
 
 
 def _requirement_problem(text: str) -> str | None:
@@ -141,9 +151,7 @@ def compose(
         return list(dict.fromkeys(e.text for e in kept if e.kind in kinds and _PLATFORMS.get(e.platform, "") == arch))
 
     statements = list(statements)
-    gone += [
-        replace(one, reason=f"{_OF_HOST}: carried as {_of_wheel(one).text}") for one in statements if _is_wheel(one)
-    ]
+    gone += [replace(one, reason=_carried_as(one)) for one in statements if _is_wheel(one)]
     given = _once(map(_without_extras, map(_of_wheel, statements)))
     comments = [statement for statement in given if statement.kind == "comment"]
     given = [statement for statement in given if statement.kind != "comment"]

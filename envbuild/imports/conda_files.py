@@ -44,6 +44,8 @@ _ROW = r"([\w.-]+)\s+([^\s=]+)\s+(\S+)(?:\s+(\S+))?"
 # Arrays of environment.yml, pixi and conda-lock → kind of their statements.
 KINDS = {"channels": "channel", "platforms": "platform", "dependencies": "conda"}
 
+# The header of `conda list --export`.
+_CREATED = re.compile(r"^#.*\bconda create\b.*--file\b", re.MULTILINE)
 # Packages that exist for Windows or macOS alone.
 _FOREIGN = re.compile(
     r"vc|vc14_runtime|vcomp14|vs20\d\d_\S+|ucrt|wincertstore|win_inet_pton|win_unicode_console|pywin32(?:-\S+)?|pywinpty|winpty|m2w64-\S+"
@@ -283,12 +285,16 @@ def read_conda_file(path: Path) -> Iterator[Statement]:
 
 
 def is_conda_list(text: str) -> bool:
-    """Return whether a text file is the output of `conda list`, also with --explicit or --export."""
-    if _TABLE.search(text):
+    """Return whether a text file is the output of `conda list`, also with --explicit or --export, or has its specs.
+
+    Users shorten an exported file: its header or the one = of conda's versions still tell.
+    """
+    if _TABLE.search(text) or _CREATED.search(text):
         return True
-    lines = (line.strip() for line in text.split("\n"))
-    first = next((line for line in lines if line and not line.startswith("#")), "")
-    return first == "@EXPLICIT" or re.fullmatch(_EXPORTED, first) is not None
+    lines = [line.strip() for line in text.split("\n")]
+    specs = [line for line in lines if line and not line.startswith("#")]
+    is_specs = all(re.fullmatch(r"[\w.-]+(?:=[^=<>~!\s]+)*", line) for line in specs) and "=" in "".join(specs)
+    return specs[:1] == ["@EXPLICIT"] or is_specs
 
 
 def read_conda_list(path: Path) -> Iterator[Statement]:
@@ -314,13 +320,20 @@ def read_conda_list(path: Path) -> Iterator[Statement]:
             elif re.search(r"\w", text):
                 yield lost(text, place, "no row of `conda list`")
             continue
-        if named := re.fullmatch(r"# platform: (\S+)", text):
+        if _CREATED.match(text):
+            for channel in re.findall(r"\s(?:-c|--channel)[ =](\S+)", text):
+                channels.setdefault(channel, place)
+        elif named := re.fullmatch(r"# platform: (\S+)", text):
             platform = named[1]
         elif exported := re.fullmatch(_EXPORTED, text):
             row = {"name": exported[1], "version": exported[2]}
             is_pip = exported[3] == "pypi_0"
             file = f"x/{'-'.join(exported.groups())}.{'whl' if is_pip else 'conda'}"
             yield _pin(is_pip, file, row, place, "", platform)
+        elif text and "://" not in text and not text.startswith(("#", "@")):
+            yield conda_spec(
+                "conda", text.partition(" #")[0].strip(), place, platform=platform if platform in _LINUX else ""
+            )
         elif text and text != "@EXPLICIT" and not text.startswith("#"):
             url = text.partition("#")[0]
             channel, _, subdir = url.rpartition("/")[0].rpartition("/")

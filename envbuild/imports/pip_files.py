@@ -30,6 +30,8 @@ from envbuild.base.text import normalise
 from envbuild.base.toml import list_at, read, table_at, value_at
 from envbuild.data import load_table
 from envbuild.imports.statement import (
+    BOUND,
+    OTHER_SYSTEM,
     SOURCE,
     TOOL,
     Statement,
@@ -233,7 +235,7 @@ def _split(text: str) -> list[str]:
 def _named(text: str) -> str:
     """Return `NAME @ URL` for a URL of a wheel, or with pip's old `egg=NAME`; return any other text unchanged."""
     address, _, fragment = text.partition("#")
-    pairs = {key: value for key, _, value in (pair.partition("=") for pair in fragment.split("&"))}
+    pairs = {key: value for key, _, value in (pair.partition("=") for pair in fragment.split("&") if pair)}
     name = pairs.pop("egg", "")
     wheel = re.match(r"\w[\w+.-]*://\S*/([\w.]+)-[^-/\s]+-[^/\s]+\.whl(?=[\s?]|$)", address)
     if not name and wheel:
@@ -245,7 +247,7 @@ def _named(text: str) -> str:
 
 
 _GIT = {"git", "rev", "tag", "branch", "subdirectory"}
-_CARRIED = _GIT | {"index", "version", "extras", "markers", "python", "platform", "optional"}
+_CARRIED = _GIT | {"url", "file", "index", "version", "extras", "markers", "python", "platform", "optional"}
 
 
 def poetry_requirement(name: str, about: dict[str, Any], place: str, group: str) -> Iterator[Statement]:
@@ -255,9 +257,12 @@ def poetry_requirement(name: str, about: dict[str, Any], place: str, group: str)
         version = f" @ {address}"
     if about.get("source") == "pypi":
         about = {key: value for key, value in about.items() if key != "source"}
-    if {"path", "url", "file"} & about.keys():
+    if address := next((str(about[key]) for key in ("url", "file") if "://" in str(about.get(key, ""))), ""):
+        version = f" @ {address}"
+    elif {"path", "url", "file"} & about.keys():
         yield lost(f"{name} = {about}", place, SOURCE, group)
-    elif version is None:
+        return
+    if version is None:
         yield lost(f"{name} {about['version']}", place, "alternatives of versions, which PEP 440 does not know", group)
     else:
         extras = ",".join(str(extra) for extra in list_at(about, "extras"))
@@ -279,7 +284,11 @@ def poetry_requirement(name: str, about: dict[str, Any], place: str, group: str)
         if "://" in str(about.get("index", "")):  # pixi
             yield Statement("index", str(about["index"]), place, group)
         for key in sorted(about.keys() - _CARRIED):
-            yield lost(f"{name}: {key} = {about[key]}", place, TOOL)
+            if key != "source":
+                yield lost(f"{name}: {key} = {about[key]}", place, TOOL)
+            else:
+                reason = BOUND if for_linux(marker) else OTHER_SYSTEM
+                yield lost(f"{name}: {key} = {about[key]}", place, reason, group)
 
 
 def poetry_specifier(text: str) -> str | None:
@@ -306,6 +315,7 @@ def _translated(part: str) -> str:
 # ---- setup.py, setup.cfg and Pipfile
 _COMPUTED = "computed by the program, which init does not run: name {} with --from"
 _LISTS = {"install_requires": "", "setup_requires": "setup_requires", "tests_require": "tests_require"}
+_NO_CATEGORIES = ("source", "requires", "scripts", "pipenv")
 _CATEGORIES = {"packages": "", "dev-packages": "develop"}
 _SETTINGS = {"extras", "editable", "path", "file", "index", "git", "ref", "subdirectory", "version", "markers"}
 
@@ -460,17 +470,25 @@ def read_pipfile(path: Path) -> Iterator[Statement]:
             minor = ".".join(str(python).split(".")[:2])
             yield Statement("python", f"=={minor}.*", document.where("requires", key))
             break
+    tables = {name: table_at(table) for name, table in document.data.items() if name not in _NO_CATEGORIES}
     for number, row in enumerate(map(table_at, list_at(document.data, "source"))):
-        yield Statement("index", str(row.get("url")), document.where("source", number))
-    for category, table in document.data.items():
-        if category in ("source", "requires", "scripts", "pipenv") or not isinstance(table, dict):
-            continue
+        # An index that packages name belongs to their categories.
+        users = [name for name, table in tables.items() for given in table.values() if _names_index(given, row)]
+        group = " ".join(dict.fromkeys(_CATEGORIES.get(name, name) for name in users))
+        yield Statement(
+            "index", str(row.get("url")), document.where("source", number), "" if "packages" in users else group
+        )
+    for category, table in tables.items():
         group = _CATEGORIES.get(category, category)
         for name, given in table.items():
             place, about = document.where(category, name), given if isinstance(given, dict) else {"version": given}
             yield from poetry_requirement(name, _as_poetry(about), place, group)
             for key in sorted({"index"} & about.keys()):
-                yield lost(f"{name}: index = {about[key]}", place, TOOL, group)
+                yield lost(f"{name}: index = {about[key]}", place, BOUND, group)
+
+
+def _names_index(given: object, source: Mapping[str, Any]) -> bool:
+    return isinstance(given, dict) and given.get("index") is not None and given.get("index") == source.get("name")
 
 
 def _as_poetry(about: Mapping[str, Any]) -> dict[str, Any]:

@@ -96,3 +96,17 @@ def test_the_file_that_a_program_reads_is_named(tmp_path: Path) -> None:
     reasons = {one.text: one.reason for one in draft.lost}
     assert "name base.txt with --from" in reasons["install_requires: read()"]
     assert len(draft.lost) == 2 and "--extra fast" in draft.warning
+
+
+def test_a_pipfile_with_categories_and_addresses(tmp_path: Path) -> None:
+    wheel = "https://download.pytorch.org/whl/cu124/torch-2.6.0%2Bcu124-cp311-cp311-linux_x86_64.whl"
+    (tmp_path / "Pipfile").write_text(
+        '[[source]]\nurl = "https://download.pytorch.org/whl/cu118"\nname = "old"\n'
+        f'[packages]\ntorch = {{file = "{wheel}"}}\n[gpu]\ntorchvision = {{index = "old"}}\n'
+    )
+    draft, recipe = draft_of(tmp_path / "Pipfile", target=None)
+    assert list(recipe.targets) == ["cu124-x86_64"]
+    assert recipe.targets["cu124-x86_64"].requirements == ("torch==2.6.0+cu124",)
+    reasons = {one.text: one.reason for one in draft.lost}
+    assert reasons[f"torch @ {wheel}"].endswith("its index has it: carried as torch==2.6.0+cu124")
+    assert "--extra gpu" in reasons["https://download.pytorch.org/whl/cu118"]

@@ -471,5 +471,29 @@ def test_wheels_of_the_host_that_wrote_the_file(tmp_path: Path) -> None:
     )
     draft, recipe = draft_of(tmp_path / "requirements.txt", target=None)
     assert recipe.targets["cu124-x86_64"].requirements == ("torch==2.6.0+cu124",) and recipe.requirements == ()
-    first, second = sorted(one.reason for one in draft.lost)
-    assert first.endswith("carried as torch==2.6.0+cu124") and "NAME @ ./FILE" in second
+    reasons = {one.text.partition(" ")[0]: one.reason for one in draft.lost}
+    assert reasons["torch"].endswith("carried as torch==2.6.0+cu124") and "NAME @ ./FILE" in reasons["own"]
+
+
+def test_specs_of_conda_in_a_text_file(tmp_path: Path) -> None:
+    path = tmp_path / "requirements.txt"
+    path.write_text(
+        "# platform: linux-64\npython=3.11.5\npytorch=1.11.0=py3.8_cuda11.3_cudnn8.2.0_0\ncudatoolkit=11.3.1\n"
+    )
+    _, recipe = draft_of(path, target=None)
+    assert recipe.environment == "conda" and recipe.python == "3.11" and list(recipe.targets) == ["cu113-x86_64"]
+    assert "cudatoolkit=11.3.1" in recipe.conda.dependencies + recipe.targets["cu113-x86_64"].conda
+    path.write_text(
+        "# $ conda create --name <env> --file <this file> -c nvidia -c conda-forge\npytorch-gpu==2.5.1 # why\nrich\n"
+    )
+    _, recipe = draft_of(path, target=None)
+    assert recipe.environment == "conda" and recipe.conda.dependencies == ("pytorch-gpu==2.5.1", "rich")
+    assert recipe.conda.channels == ("nvidia", "conda-forge")
+    path.write_text("rich\nnumpy==1.26.4\n")
+    assert draft_of(path)[1].environment != "conda"
+
+
+def test_a_wheel_without_a_fragment_is_told_what_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("https://host.example/flash_attn-2.8.0-cp311-cp311-linux_x86_64.whl\n")
+    (lost,) = draft_of(tmp_path / "requirements.txt")[0].lost
+    assert lost.text.endswith(".whl") and "append #sha256=HEX" in lost.reason
