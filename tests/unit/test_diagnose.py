@@ -3049,6 +3049,9 @@ _OUT_OF_TIME = ["item 7", "slurmstepd: error: *** JOB 77 ON n1 CANCELLED AT 2026
         "n1:1:1 [0] NCCL WARN NET/OFI Only EFA provider is supported",
         "[W socket.cpp:464] [c10d] The server socket has failed to bind to [::]:29500 (errno: 13 - Permission denied).",
         "kernel: LustreError: 11-0: scratch-OST0001: operation ost_read to node failed",
+        "/etc/bashrc: line 12: BASHRCSOURCED: unbound variable",
+        "Error response from daemon: No such container: old_run",
+        "c++: fatal error: Killed signal terminated program cc1plus",
     ],
 )
 def test_a_line_that_programs_survive_is_no_cause_of_another_end(line: str) -> None:
@@ -3102,6 +3105,7 @@ def test_an_exception_that_lets_other_ranks_wait_comes_before_the_time_limit() -
         "UserWarning: Plan failed with a cudnnException: CUDNN_STATUS_NOT_SUPPORTED",
         "MPIDI_OFI_init_local(580): OFI fi_fabric failed (ofi_init.c:580:MPIDI_OFI_init_local:Invalid argument)",
         "TERM_UNKNOWN: unknown reason",
+        "W bfc_allocator.cc:310] Allocator (GPU_0_bfc) ran out of memory trying to allocate 16.00GiB. This is not a failure",
         "libibverbs: Warning: no userspace device-specific driver found for /sys/class/infiniband_verbs/uverbs0",
         "but there are no active ports detected (or Open MPI was unable to use them).",
         "slurmstepd: error: unable to add task[pid=123] to memory cg '(null)'",
