@@ -256,8 +256,17 @@ def own_copy(command: Command, recipe: str) -> Path:
     return place
 
 
-def compiled_once(venv: Path) -> Path:
-    """The venv, in which torch's modules have bytecode now: processes that start at one time would all compile them."""
+def compiled_once(venv: Path, verified: Path) -> Path:
+    """The venv, in which torch's modules have bytecode now: processes that start at one time would all compile them.
+
+    Modules that are the same file in the venv `verified` have it there.
+    """
+    for bytecode in verified.glob("lib/**/__pycache__/*.pyc"):
+        source = bytecode.parent.with_name(f"{bytecode.name.partition('.')[0]}.py").relative_to(verified)
+        copy = venv / bytecode.relative_to(verified)
+        if (venv / source).exists() and (venv / source).samefile(verified / source) and not copy.exists():
+            copy.parent.mkdir(exist_ok=True)
+            copy.hardlink_to(bytecode)
     subprocess.run([venv / "bin/python", "-c", "import torch.distributed.run, torch._dynamo"], check=True)
     return venv
 

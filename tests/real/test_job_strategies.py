@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lab import slurm
@@ -65,7 +66,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> Itera
 
 
 @pytest.fixture(scope="module")
-def venv(jobs: Jobs, session_store: Path) -> Path:
+def venv(jobs: Jobs, session_store: Path, pt_cpu: dict[str, Any]) -> Path:
     """An environment with both launchers, which the nodes see."""
     wheels = jobs.cluster.folder / "wheels"
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", wheels, DEEPSPEED]
@@ -75,7 +76,7 @@ def venv(jobs: Jobs, session_store: Path) -> Path:
     recipe = make_recipe(
         jobs.cluster.shared, NAME, ["accelerate==1.15.0", DEEPSPEED], targets=f"[targets.cpu-x86_64]\n{TORCH}"
     )
-    return compiled_once(Path(command.json("venv", recipe, "--no-verify")["path"]))
+    return compiled_once(Path(command.json("venv", recipe, "--no-verify")["path"]), Path(pt_cpu["path"]))
 
 
 def test_accelerate_and_deepspeed_start_the_ranks_of_both_nodes(jobs: Jobs, venv: Path) -> None:

@@ -50,8 +50,6 @@ def test_a_script_in_an_image_and_its_failure(envbuild: Command, squash: dict[st
     assert done.returncode == 1, done.stdout + done.stderr
     assert "[0.1]:here 0.0 0.1 --fail" in done.stdout and "exitcode  : 3" in done.stdout
     assert (tmp_path / "rank1.txt").read_text() == "42"
-    none = envbuild("run", squash["enroot"]["path"], "--module", "ddp_train.nothing")
-    assert none.returncode == 1 and "[0.0]:" in none.stdout and "No module named ddp_train.nothing" in none.stdout
 
 
 def test_a_program_starts_once_in_a_venv_with_the_terminal_of_the_caller(
