@@ -106,7 +106,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Base]
 
 Make = Callable[[str, str], Base]
 HOST = os.uname().machine
-TARGETS = [("bookworm", "x86_64"), ("bookworm", "aarch64"), ("trixie", "x86_64"), ("trixie", "aarch64")]
+OTHER = {"x86_64": "aarch64", "aarch64": "x86_64"}[HOST]
+TARGETS = [("bookworm", HOST), ("trixie", OTHER)]
 
 
 @pytest.mark.parametrize(("suite", "arch"), TARGETS)
@@ -145,13 +146,11 @@ def test_programs_run_in_a_base_of_this_architecture(base: Make, suite: str) -> 
     assert "libc.so.6" in libraries and "not found" not in libraries
 
 
-@pytest.mark.parametrize("suite", ["bookworm", "trixie"])
-def test_python_of_another_architecture_runs_under_emulation(base: Make, suite: str) -> None:
-    other = "aarch64" if HOST == "x86_64" else "x86_64"
-    emulator = shutil.which(f"qemu-{other}-static")
+def test_python_of_another_architecture_runs_under_emulation(base: Make) -> None:
+    emulator = shutil.which(f"qemu-{OTHER}-static")
     if emulator is None:
-        pytest.skip(f"qemu-{other}-static is not installed (package qemu-user-static)")
-    made = base(suite, other)
+        pytest.skip(f"qemu-{OTHER}-static is not installed (package qemu-user-static)")
+    made = base("trixie", OTHER)
     inside = made.root / "emulator"
     shutil.copy(emulator, inside)
     try:

@@ -231,8 +231,8 @@ def test_damaged_images_of_every_maker_are_errors_and_never_worse(maker: str, tm
     os.setxattr(tree / "hard", "user.note", b"text")
     whole = mksquashfs(tree, tmp_path / "image.sqsh", *MAKERS[maker]).read_bytes()
     whole = whole[: int.from_bytes(whole[40:48], "little")]  # without what pads it
-    end, errors, slowest = time.monotonic() + 2, 0, 0.0
-    while time.monotonic() < end:
+    errors, slowest = 0, 0.0
+    for _ in range(120):
         image = bytearray(whole)
         for _ in range(chance.choice((1, 1, 2, 6))):
             tables = chance.randrange(len(image) * 6 // 10, len(image))
