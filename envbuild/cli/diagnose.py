@@ -112,9 +112,9 @@ def lint_job_command(scripts: tuple[Path, ...], as_json: bool) -> None:
     colours = {"error": "red", "warning": "yellow", "hint": "blue"}
     for fault in [] if as_json else problems:
         level = click.style(fault.fault.level, fg=colours[fault.fault.level], bold=True)
-        click.echo(f"{fault.file}:{fault.line}: {level}: {fault.what}  [{fault.fault.id}]")
+        click.echo(f"{fault.file}:{fault.line}: {level}: {fault.message}  [{fault.fault.id}]")
         click.echo(f"    {fault.text}")
-        click.echo(click.style("    instead: ", fg="green") + fault.instead)
+        click.echo(click.style("    instead: ", fg="green") + fault.hint)
     summary = ", ".join(f"{number} {level}{'s' * (number != 1)}" for level, number in count.items())
     if count["error"]:
         names = dict.fromkeys(problem.file for problem in problems if problem.fault.level == "error")

@@ -79,7 +79,7 @@ def test_a_lint_rule_with_a_pattern_is_one_row(more_rows: Callable[[str, str], N
     load_faults.cache_clear()
     script = "#!/bin/bash\n#SBATCH --flux\nset -e\n/opt/bin/flux-drain --now\nexport FLUX=on\n"
     try:
-        found = [(one.line, one.what) for one in lint(script, "x.sh") if one.fault.id == "capacitor"]
+        found = [(one.line, one.message) for one in lint(script, "x.sh") if one.fault.id == "capacitor"]
     finally:
         load_faults.cache_clear()
     said = ["--flux", "flux-drain --now", "FLUX=on"]

@@ -1747,7 +1747,7 @@ def test_a_fault_is_found_in_its_line(fault: str, text: str, name: str, place: s
     problem = found(text, fault, name)
     assert problem is not None, ids(text, name)
     assert place in text.splitlines()[problem.line - 1]
-    assert "{" not in (problem.what + problem.instead).replace("${", "")
+    assert "{" not in (problem.message + problem.hint).replace("${", "")
 
 
 @pytest.mark.parametrize(
@@ -1794,8 +1794,8 @@ def test_the_table_in_the_docs() -> None:
     rows = ["| fault | level | problem | write instead |", "| --- | --- | --- | --- |"]
     for name, fault in sorted(load_faults().items(), key=lambda row: (levels.index(row[1].level), row[0])):
         own = [(TITLES[kind], shown(text)) for kind, text in fault.of_scheduler.items()]
-        advice = "; ".join([shown(fault.instead), *(f"{title}: {text}" for title, text in own)])
-        rows.append(f"| `{name}` | {fault.level} | {shown(fault.what)} | {advice} |")
+        advice = "; ".join([shown(fault.hint), *(f"{title}: {text}" for title, text in own)])
+        rows.append(f"| `{name}` | {fault.level} | {shown(fault.message)} | {advice} |")
     assert_golden_table(rows, DOCS, "tests/unit/test_lint_job.py")
 
 
@@ -1995,14 +1995,14 @@ def test_advice_for_pbs_names_nothing_of_slurm() -> None:
     problems = lint(PBS_FAULTS, "job.pbs")
     named = {one.fault.id for one in problems}
     assert {"fixed-port", "run-id", "nodes-differ"} <= named
-    assert not [one.instead for one in problems if "SLURM" in one.instead or "srun" in one.instead]
+    assert not [one.hint for one in problems if "SLURM" in one.hint or "srun" in one.hint]
     sourced = PBS_FAULTS.replace("#PBS", "##")  # what a job's script starts, without directives
-    advice = {one.fault.id: one.instead for one in lint(sourced, "node.sh")}
+    advice = {one.fault.id: one.hint for one in lint(sourced, "node.sh")}
     assert "PBS_JOBID" in advice["fixed-port"]
     for fault in load_faults().values():
         advice_for_pbs = fault.of_scheduler.get("pbs", "")
         assert "SLURM" not in advice_for_pbs and "srun" not in advice_for_pbs
-        assert advice_for_pbs or "SLURM" not in fault.instead, fault.id
+        assert advice_for_pbs or "SLURM" not in fault.hint, fault.id
 
 
 @pytest.mark.parametrize(
@@ -2016,7 +2016,7 @@ def test_advice_for_pbs_names_nothing_of_slurm() -> None:
 def test_the_port_that_is_advised_is_one_of_the_job(script: str, variables: dict[str, str], port: int) -> None:
     problem = found(script, "fixed-port")
     assert problem is not None
-    advised = problem.instead[problem.instead.index("$((") :]
+    advised = problem.hint[problem.hint.index("$((") :]
     line = ["bash", "-c", f"set -euo pipefail; echo {advised}"]
     done = subprocess.run(line, env=variables, text=True, capture_output=True)
     assert (done.stdout, done.stderr) == (f"{port}\n", "")
@@ -2026,7 +2026,7 @@ def test_the_number_of_nodes_that_is_advised_for_pbs_counts_hosts(tmp_path: Path
     problem = found(PBS_FAULTS, "nodes-differ")
     assert problem is not None
     (tmp_path / "nodes").write_text("n1\nn1\nn2\n")
-    advised = problem.instead[problem.instead.index("--nnodes") :]
+    advised = problem.hint[problem.hint.index("--nnodes") :]
     line = ["bash", "-c", f"printf '%s ' {advised}"]
     env = {"PBS_NODEFILE": str(tmp_path / "nodes"), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(line, env=env, text=True, capture_output=True)
@@ -2041,7 +2041,7 @@ def test_advice_names_the_number_that_is_meant() -> None:
 def test_a_torchrun_for_one_node_in_a_job_of_several_does_not_wait() -> None:
     problem = found(f"{SLURM}torchrun --nproc-per-node=4 x", "idle-nodes")
     assert problem and problem.fault.level == "warning"
-    assert "trains on one of 2 nodes" in problem.what
+    assert "trains on one of 2 nodes" in problem.message
     assert "error" not in {one.fault.level for one in lint(BARE, "node.sh")}
 
 
@@ -2170,11 +2170,11 @@ def test_a_port_is_that_of_the_job_alone_on_whole_nodes_of_lsf_too() -> None:
 )
 def test_no_advice_names_variables_of_another_scheduler(marker: str, other: str) -> None:
     problem = found(f"#!/bin/bash\n{marker}\nexport MASTER_PORT=29500\npython train.py", "fixed-port")
-    assert problem is not None and "SLURM" not in problem.instead and other in problem.instead
+    assert problem is not None and "SLURM" not in problem.hint and other in problem.hint
     scheduler = {"LSB": "lsf", "flux": "flux", "PBS": "pbs"}[other]
     own = {"cpus-not-passed", "option-variable", "script-folder"}  # of Slurm alone, or told above
     for fault in load_faults().values():
-        if "SLURM_" in fault.instead and fault.id not in own:
+        if "SLURM_" in fault.hint and fault.id not in own:
             assert "SLURM_" not in fault.of_scheduler.get(scheduler, "SLURM_"), fault.id
 
 

@@ -197,10 +197,10 @@ class _Open:
 
 @dataclass(slots=True)
 class _After:
-    """State after the best message: it may continue in further lines, or cause another exception."""
+    """State after the best message: it continues in the next line if `open`, or may cause another exception."""
 
     prefix: str
-    wanted: bool
+    open: bool
     lines: int = 0
     message: bool = True
     chain: bool = False
@@ -228,7 +228,9 @@ class Exceptions:
     @property
     def words(self) -> Words:
         """Best error message; in a log that ends within a traceback and has no other message, the last frames."""
-        frames = next((one for one in self._open.values() if one.last and not one.launcher | one.ignored), None)
+        frames = next(
+            (trace for trace in self._open.values() if trace.last and not trace.launcher | trace.ignored), None
+        )
         # A program goes on after what it says before a traceback.
         late = frames is not None and self.best.weight <= Weight.REFUSAL and self.best.order < self._begun
         if frames is None or (self.best.weight > Weight.FRAME and not late):
@@ -260,17 +262,17 @@ class Exceptions:
         if len(self._open) >= _MOST:
             return
         prefix = plain[: plain.index(BEGIN)]
-        one = _Open(ignored=_IGNORED.search(before) is not None)
+        trace = _Open(ignored=_IGNORED.search(before) is not None)
         if box := _BOX.search(prefix):
-            one.boxed = True
+            trace.boxed = True
             prefix = prefix[: box.start()]
         elif header := _HEADER.search(prefix):
-            one.name = header["name"]
+            trace.name = header["name"]
             prefix = prefix[: header.start()]
         if self._after and prefix != self._after.prefix and self.best.weight < Weight.ENDED:
             self._after = None
         if self._after is None or prefix == self._after.prefix:
-            self._open[prefix] = one
+            self._open[prefix] = trace
             self._begun = order
 
     def _without_bar(self, plain: str, before: str) -> None:
@@ -284,7 +286,7 @@ class Exceptions:
     def _go_on(self, line: Line, before: str, plain: str, order: int, marks: Collection[Hashable]) -> bool:
         """Return whether the line belongs to a traceback."""
         self._without_bar(plain, before)
-        prefix = max((one for one in self._open if plain.startswith(one)), key=len, default=None)
+        prefix = max((known for known in self._open if plain.startswith(known)), key=len, default=None)
         if prefix is None:
             # A traceback whose begin is missing.
             frame = None if self._after or len(self._open) >= _MOST else _FRAME_IN.match(plain)
@@ -293,15 +295,15 @@ class Exceptions:
                 return False
             prefix, self._begun = frame["prefix"] if frame else prefix, order
             self._open[prefix] = _Open(boxed=frame is None)
-        one = self._open[prefix]
-        one.lines += 1
+        trace = self._open[prefix]
+        trace.lines += 1
         text = plain[len(prefix) :]
-        match, belongs = _exception(one, line, text, before)
-        if match is not None or one.lines > _LONGEST:
+        match, belongs = _exception(trace, line, text, before)
+        if match is not None or trace.lines > _LONGEST:
             del self._open[prefix]
         if match is None:
             return belongs
-        if one.ignored or one.launcher or match["name"] in _ENDS or match["module"].startswith(_OF_TORCHRUN):
+        if trace.ignored or trace.launcher or match["name"] in _ENDS or match["module"].startswith(_OF_TORCHRUN):
             return True
         if self._after:
             self.best.led = (line,)
@@ -309,7 +311,7 @@ class Exceptions:
             self._after = _After(prefix, _is_open(text), chain=True)
             return True
         weight = Weight.RELAY if _RELAYS.search(text) else Weight.ENDED
-        lines = tuple(dict.fromkeys((*one.own, *one.last, line)))
+        lines = tuple(dict.fromkeys((*trace.own, *trace.last, line)))
         self._propose(Words(weight, lines, order, set(marks)), prefix, text)
         return True
 
@@ -337,13 +339,13 @@ class Exceptions:
         if mine and after.message and text.strip():
             indented = text[:1] in (" ", "\t")
             other = BEGIN in text or _FRAME.match(text) or _RECORD.match(text) or _ABORTED.search(text)
-            taken = (indented or after.wanted) and not other and after.lines <= _MESSAGE
+            taken = (indented or after.open) and not other and after.lines <= _MESSAGE
             after.message = taken
             if taken:
                 where = "led" if self.best.led else "lines"
                 setattr(self.best, where, (*getattr(self.best, where), line))
                 self.best.marks.update(marks)
-                after.wanted = _is_open(text)
+                after.open = _is_open(text)
                 return True
         ended = not after.message and (not after.chain or BEGIN in text)
         self._after = None if ended or after.lines > _MESSAGE else after
@@ -381,47 +383,47 @@ def _is_open(text: str) -> bool:
     return text.rstrip().endswith((":", "(")) or _OF_FIELDS.search(text) is not None
 
 
-def _exception(one: _Open, line: Line, text: str, before: str) -> tuple[re.Match[str] | None, bool]:
-    """Return the match of the exception that ends the traceback `one`, and whether `line` belongs to it.
+def _exception(trace: _Open, line: Line, text: str, before: str) -> tuple[re.Match[str] | None, bool]:
+    """Return the match of the exception that ends the traceback `trace`, and whether `line` belongs to it.
 
-    A frame is stored in `one`; `text` is Python's part of the line.
+    A frame is stored in `trace`; `text` is Python's part of the line.
     """
-    if one.boxed or one.name:
-        return _in_frame_of_others(one, line, text, before)
+    if trace.boxed or trace.name:
+        return _in_frame_of_others(trace, line, text, before)
     frame = _FRAME.match(text)
-    if frame or text[:1] in (" ", "\t") or one.bare:
+    if frame or text[:1] in (" ", "\t") or trace.bare:
         if frame:
-            one.launcher |= _LAUNCHER.search(frame["file"]) is not None
-            one.last = [line]
+            trace.launcher |= _LAUNCHER.search(frame["file"]) is not None
+            trace.last = [line]
             if not _LIBRARY.search(frame["file"]):
-                one.own = one.last
-        elif len(one.last) == 1 and not _MARKS.match(text):
-            one.last.append(line)
-        one.bare = frame is not None and text.startswith("File")
-        one.framed = True
+                trace.own = trace.last
+        elif len(trace.last) == 1 and not _MARKS.match(text):
+            trace.last.append(line)
+        trace.bare = frame is not None and text.startswith("File")
+        trace.framed = True
         return None, True
     match = _EXCEPTION.match(text)
     # Other processes may write between its lines.
-    ended = match if match and (one.framed or match["name"].endswith(_USUAL)) else None
+    ended = match if match and (trace.framed or match["name"].endswith(_USUAL)) else None
     if text.strip():
-        one.framed = False
+        trace.framed = False
     return ended, not text.strip()
 
 
-def _in_frame_of_others(one: _Open, line: Line, text: str, before: str) -> tuple[re.Match[str] | None, bool]:
+def _in_frame_of_others(trace: _Open, line: Line, text: str, before: str) -> tuple[re.Match[str] | None, bool]:
     """Read a line of a traceback of rich or IPython as _exception does."""
-    if one.boxed and text.lstrip().startswith(("╰", "+--")):
-        one.boxed, one.framed = False, True
+    if trace.boxed and text.lstrip().startswith(("╰", "+--")):
+        trace.boxed, trace.framed = False, True
         return None, True
-    if frame := (_BOXED if one.boxed else _IN_NOTEBOOK).match(text):
-        one.last = [line]
+    if frame := (_BOXED if trace.boxed else _IN_NOTEBOOK).match(text):
+        trace.last = [line]
         # A box may break the path into two lines.
-        if not _LIBRARY.search(before + frame["file"] if one.boxed else frame["file"]):
-            one.own = one.last
-    elif _ARROW.match(text) and len(one.last) < 2:
-        one.last.append(line)
-    match = None if one.boxed or not text.startswith(one.name) else _EXCEPTION.match(text)
-    return match, match is not None or one.boxed or text[:1] in (" ", "-", "\t", "~", "/", "<", "[", "F")
+        if not _LIBRARY.search(before + frame["file"] if trace.boxed else frame["file"]):
+            trace.own = trace.last
+    elif _ARROW.match(text) and len(trace.last) < 2:
+        trace.last.append(line)
+    match = None if trace.boxed or not text.startswith(trace.name) else _EXCEPTION.match(text)
+    return match, match is not None or trace.boxed or text[:1] in (" ", "-", "\t", "~", "/", "<", "[", "F")
 
 
 @dataclass(slots=True)
@@ -441,7 +443,7 @@ class HelpBlock:
         lines = self._lines
         # Two rules without text between them: the second one begins a block.
         self.open, self._prefix, self._lines = not self.open or not lines, prefix, []
-        texts = (one.text.removeprefix(prefix) for one in lines)
+        texts = (row.text.removeprefix(prefix) for row in lines)
         text = " ".join(" ".join(texts).split())
         return (lines[0], text[:_SHOWN_HELP]) if text else None
 

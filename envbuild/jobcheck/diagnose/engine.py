@@ -134,18 +134,18 @@ def _ends(texts: Collection[bytes]) -> dict[bytes, list[tuple[bytes, bytes]]]:
     for text in texts:
         for start in range(max(0, len(text) - _END_SIZE), -1, -1):
             starts.setdefault(text[start], {})[text] = start
-    found: dict[bytes, list[tuple[bytes, bytes]]] = {}
+    ends: dict[bytes, list[tuple[bytes, bytes]]] = {}
     left = set(texts)
     while left:
         # The character that begins most ends for its frequency (a greedy cover).
         first = max(
-            sorted(starts), key=lambda one: len(starts[one].keys() & left) / (frequency.get(one, _RARE) + _RARE)
+            sorted(starts), key=lambda byte: len(starts[byte].keys() & left) / (frequency.get(byte, _RARE) + _RARE)
         )
         for text, start in starts[first].items():
             if text in left:
-                found.setdefault(text[start : start + _SHORTEST], []).append((text[start:], text))
+                ends.setdefault(text[start : start + _SHORTEST], []).append((text[start:], text))
         left -= starts.pop(first).keys()
-    return found
+    return ends
 
 
 def _alternatives(texts: Collection[bytes]) -> re.Pattern[bytes]:
@@ -271,7 +271,7 @@ class _Mark:
 
     def on(self, line: str) -> bool:
         """Return whether `line` matches."""
-        return any(one.search(line) for one in self.regex)
+        return any(pattern.search(line) for pattern in self.regex)
 
 
 @functools.lru_cache(maxsize=16)
@@ -401,19 +401,19 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Diagnosi
     for name, blocks in logs:
         reader.read(name, blocks)
     seen, course, exceptions = reader.seen, reader.course, reader.exceptions
-    held = [(rule, found) for rule in rules if (found := _found(rule, seen, course)) is not None]
+    held = [(rule, result) for rule in rules if (result := _found(rule, seen, course)) is not None]
     highest = max((rule.rank for rule, _ in held if rule.kind != "note"), default=0)
-    held = [one for one in held if not one[0].general or one[0].rank >= highest]
-    held.sort(key=lambda one: (KINDS.index(one[0].kind), -one[0].rank, one[1][0]))
+    held = [row for row in held if not row[0].general or row[0].rank >= highest]
+    held.sort(key=lambda row: (KINDS.index(row[0].kind), -row[0].rank, row[1][0]))
     words = exceptions.words
     shown = (
         () if course.passed(words.order) else tuple(_evidence(line, words.at) for line in (*words.lines, *words.led))
     )
-    said = words if shown else Words()
-    held = [_without_claim(rule, found, said, held, reader.total) for rule, found in held]
-    held.sort(key=lambda one: (KINDS.index(one[1][1].kind), -one[0].rank, one[1][0]))
+    message = words if shown else Words()
+    held = [_without_claim(rule, result, message, held, reader.total) for rule, result in held]
+    held.sort(key=lambda row: (KINDS.index(row[1][1].kind), -row[0].rank, row[1][0]))
     held = [*held[:1], *((rule, (order, _as_symptom(finding))) for rule, (order, finding) in held[1:])]
-    held.sort(key=lambda one: (KINDS.index(one[1][1].kind), -one[0].rank, one[1][0]))
+    held.sort(key=lambda row: (KINDS.index(row[1][1].kind), -row[0].rank, row[1][0]))
     if held and (held[0][1][1].kind == "cause" or held[0][0].rank > _CONSEQUENCE):
         explains = [n for n, (rule, _) in enumerate(held) if words.marks.intersection((*rule.any, *rule.all))]
         if shown and explains:
@@ -426,7 +426,7 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Diagnosi
 
 def _without_claim(
     rule: DiagnosisRule,
-    found: tuple[int, DiagnosisFinding],
+    result: tuple[int, DiagnosisFinding],
     words: Words,
     held: Sequence[tuple[DiagnosisRule, tuple[int, DiagnosisFinding]]],
     end: int,
@@ -437,15 +437,15 @@ def _without_claim(
     optional import, or a command of the shell that is not there. They then end with another exception, or for the
     reason of a rule that `ends`, to which no earlier line leads. `end` is the number of the last line.
     """
-    order, finding = found
+    order, finding = result
     if rule.kind != "cause":
-        return rule, found
+        return rule, result
     lines = [evidence.text for evidence in finding.evidence]
     warned = all(WARNING.search(line) for line in lines)
     mild = warned and not any(GRAVE.search(line) for line in lines)
     remarked = mild or all(REMARK.search(line) for line in lines)
     mentioned = warned or all(SURVIVED.search(line) for line in lines)
-    others = [one for one in held if one[0] is not rule and rule.id not in one[0].follows]
+    others = [row for row in held if row[0] is not rule and rule.id not in row[0].follows]
     ended = [other for other, (at, _) in others if other.ends and at > order and other.kind == "cause"]
     led = any(rule.id in other.follows and words.marks.intersection((*other.any, *other.all)) for other, _ in held)
     last = words.weight == Weight.ENDED and order < words.order
@@ -466,12 +466,12 @@ def _as_symptom(finding: DiagnosisFinding) -> DiagnosisFinding:
     return replace(finding, kind="symptom") if finding.kind == "cause" else finding
 
 
-def _comes_before(rule: DiagnosisRule, found: tuple[int, DiagnosisFinding], words: Words) -> bool:
+def _comes_before(rule: DiagnosisRule, result: tuple[int, DiagnosisFinding], words: Words) -> bool:
     """Return whether a cause explains more than the program's error message `words`, which no rule explains.
 
     After a cause, a program's message is a consequence of it.
     """
-    order, finding = found
+    order, finding = result
     if finding.kind == "cause" and rule.rank > _ROOT:
         return True
     if finding.kind != rule.kind:
@@ -490,10 +490,10 @@ def explain(text: str, place: Place) -> str:
     return ": ".join(filter(None, (findings[0].cause, findings[0].hint))) if findings else ""
 
 
-def _count(one: _Seen, groups: Mapping[str, str | None]) -> None:
-    one.count += 1
+def _count(seen: _Seen, groups: Mapping[str, str | None]) -> None:
+    seen.count += 1
     for group, value in groups.items():
-        values = one.values.setdefault(group, {})
+        values = seen.values.setdefault(group, {})
         if len(values) < _VALUES:
             values[(value or "")[:_LONGEST]] = None
 
@@ -507,20 +507,20 @@ def _forms(text: str) -> tuple[str, ...]:
     return (*networks, *(f"nccl:provider: {value}" for value in log.providers), *faults)
 
 
-def _keep(one: _Seen, match: re.Match[str], line: Line, start: int) -> None:
+def _keep(seen: _Seen, match: re.Match[str], line: Line, start: int) -> None:
     for group, value in match.groupdict().items():
-        if not one.groups.get(group):
+        if not seen.groups.get(group):
             # Loaders print paths by way of $ORIGIN: /env/torch/lib/../../nvidia/cudnn/lib/libcudnn.so.9
             plain = os.path.normpath(value) if value and value.startswith("/") and "/../" in value else value
-            one.groups.setdefault(group, (plain or "")[:_LONGEST])
+            seen.groups.setdefault(group, (plain or "")[:_LONGEST])
     # Lines that differ only in numbers (times, process IDs) count as the same.
-    if len(one.kept) < _KEPT and (like := (line.file, start, _DIGITS.sub("0", line.text))) not in one.alike:
-        if len(one.alike) < _SHAPES_KEPT:
-            one.alike.add(like)
+    if len(seen.kept) < _KEPT and (like := (line.file, start, _DIGITS.sub("0", line.text))) not in seen.alike:
+        if len(seen.alike) < _SHAPES_KEPT:
+            seen.alike.add(like)
         evidence = _evidence(line, start)
-        alike = {_DIGITS.sub("0", kept.text) for kept in one.kept if kept.file == line.file}
+        alike = {_DIGITS.sub("0", kept.text) for kept in seen.kept if kept.file == line.file}
         if _DIGITS.sub("0", evidence.text) not in alike:
-            one.kept.append(evidence)
+            seen.kept.append(evidence)
 
 
 def _evidence(line: Line, start: int = 0) -> Evidence:
@@ -555,11 +555,11 @@ def _found(
     patterns = dict.fromkeys([*either, *rule.all, *(count.line for count in rule.counts), *rule.also])
     shown = [seen[pattern] for pattern in patterns if pattern in seen]
     groups: dict[str, str] = {}
-    for one in shown:
-        groups = {name: value for name, value in one.groups.items() if value} | groups
+    for lines in shown:
+        groups = {name: value for name, value in lines.groups.items() if value} | groups
     for count in rule.counts:
-        one = seen.get(count.line, _Seen())
-        number = len(one.values.get(count.distinct, ())) if count.distinct else one.count
+        lines = seen.get(count.line, _Seen())
+        number = len(lines.values.get(count.distinct, ())) if count.distinct else lines.count
         if not count.holds(number, groups):
             return None
         groups.setdefault("count", str(number))
@@ -569,20 +569,20 @@ def _found(
         groups |= {rule.every: ", ".join(names[-_NAMED:])} if names else {}
         groups["is"] = "are" if len(names) > 1 else "is"
     # First the first line of each pattern, then the second ones.
-    evidence = dict.fromkeys(line for turn in zip_longest(*(one.kept for one in shown)) for line in turn if line)
+    evidence = dict.fromkeys(line for turn in zip_longest(*(lines.kept for lines in shown)) for line in turn if line)
     alone = rule.alone if course.logs == 1 and groups.get("count") == "1" else ""
     cause, hint = (
         redact(_filled(rule.cause, groups)) + alone,
         redact(_filled((course.pods and rule.pod_hint) or rule.hint, groups)),
     )
     finding = DiagnosisFinding(rule.id, rule.kind, cause, hint, rule.source, tuple(evidence))
-    return min((one.order for one in shown), default=0), finding
+    return min((lines.order for lines in shown), default=0), finding
 
 
 def _filled(text: str, groups: Mapping[str, str]) -> str:
     """Return a message with the values of groups. [[…|…]] becomes its first alternative whose groups are all known."""
 
     def choose(match: re.Match[str]) -> str:
-        return next((one for one in match[1].split("|") if set(_GROUP.findall(one)) <= set(groups)), "")
+        return next((choice for choice in match[1].split("|") if set(_GROUP.findall(choice)) <= set(groups)), "")
 
     return _EITHER.sub(choose, text).format_map(defaultdict(lambda: "?", groups))

@@ -72,12 +72,12 @@ def needles_of_forms() -> tuple[str, ...]:
 
 def parse_nccl_log(text: str) -> NcclLog:
     """Parse `text`, the log of one rank. Other lines between NCCL's are skipped."""
-    found: dict[tuple[Kind, str], str] = {}
+    events: dict[tuple[Kind, str], str] = {}
     for kind, value, cause in _events(text.splitlines()):
-        found.setdefault((kind, value), cause)
+        events.setdefault((kind, value), cause)
 
     def values(kind: Kind) -> tuple[str, ...]:
-        return tuple(value for one, value in found if one == kind)
+        return tuple(value for event, value in events if event == kind)
 
     return NcclLog(
         next(iter(values("version")), ""),
@@ -85,7 +85,7 @@ def parse_nccl_log(text: str) -> NcclLog:
         transports=values("transport"),
         plugins=values("plugin"),
         providers=values("provider"),
-        faults=tuple(NcclFault(kind, value, cause) for (kind, value), cause in found.items() if kind in FAULTS),
+        faults=tuple(NcclFault(kind, value, cause) for (kind, value), cause in events.items() if kind in FAULTS),
     )
 
 
@@ -102,8 +102,8 @@ def _events(lines: Iterable[str]) -> Iterator[tuple[Kind, str, str]]:
         if harmless.search(text):
             continue
         for kind, pattern, cause in load_patterns():
-            if said := pattern.search(text):
-                yield kind, said[1], cause
+            if detail := pattern.search(text):
+                yield kind, detail[1], cause
                 break
         else:
             if match["level"] == "WARN":

@@ -128,9 +128,9 @@ def read_record(path: Path) -> RankRecord | None:
             group = _key(*entry.get("process_group", (_FIRST, _ALL)))
             calls.setdefault(group, []).append(_call(entry, failed))
         members = {}
-        for name, one in value.get("pg_config", {}).items():
-            ranks = re.findall(r"\d{1,7}", _text(one.get("ranks", "")))
-            key = _key(one.get("name") or name or _FIRST, one.get("desc") or _ALL)
+        for name, config in value.get("pg_config", {}).items():
+            ranks = re.findall(r"\d{1,7}", _text(config.get("ranks", "")))
+            key = _key(config.get("name") or name or _FIRST, config.get("desc") or _ALL)
             members[key] = frozenset(map(int, ranks))
     except _DAMAGED:
         return None
@@ -159,14 +159,14 @@ def _key(name: object, description: object) -> str:
 
 
 def _call(entry: Mapping[str, Any], failed: bool) -> Call:
-    sizes = [[int(one) for one in size[:8]] for size in entry.get("input_sizes", [])[:5] if size]
+    sizes = [[int(number) for number in size[:8]] for size in entry.get("input_sizes", [])[:5] if size]
     shown = ", ".join("×".join(map(str, size)) for size in sizes[:4]) + (", …" if len(sizes) > 4 else "")
-    kind = "".join(f" {_text(one)}" for one in entry.get("input_dtypes", [])[:1] if shown)
+    kind = "".join(f" {_text(dtype)}" for dtype in entry.get("input_dtypes", [])[:1] if shown)
     # gloo marks the end alone: `retired`.
     ended = not failed and (bool(entry.get("retired")) or entry.get("state") == "completed")
     number = int(entry.get("collective_seq_id", entry.get("seq_id", 0)))
     frames = entry.get("frames", [])[:100]
-    where = _where([f"{_text(one['filename'])}:{int(one['line'])} in {_text(one['name'])}" for one in frames])
+    where = _where([f"{_text(frame['filename'])}:{int(frame['line'])} in {_text(frame['name'])}" for frame in frames])
     return Call(
         number, _text(entry["profiling_name"])[:80], f"{shown}{kind}"[:120], where[:300] or "an unknown line", ended
     )
@@ -241,14 +241,14 @@ def jobs_of(paths: Sequence[str]) -> dict[str, list[str]]:
     A folder may contain the logs of many jobs, distinguished by the number in a log's name. Logs that are
     given as files belong to one job. Raises UsageError for a path that does not exist or cannot be read.
     """
-    found: dict[str, list[str]] = {}
+    logs: dict[str, list[str]] = {}
     every: list[str] = []
     for path in paths:
         files, folder = _files(path)
         every += files
         for file in files:
-            found.setdefault(job_number(Path(file).name) if folder else "", []).append(file)
-    return found if len(found.keys() - {""}) > 1 else {"": every}
+            logs.setdefault(job_number(Path(file).name) if folder else "", []).append(file)
+    return logs if len(logs.keys() - {""}) > 1 else {"": every}
 
 
 def job_number(name: str) -> str:
@@ -282,27 +282,27 @@ def read_logs(paths: Sequence[str]) -> Iterator[tuple[str, Iterator[str]]]:
         else:
             yield "standard input" if file == STDIN else file, _blocks(file)
     if records:
-        found = (read_record(path) for path in records if not path.name.endswith(".stack"))
-        yield f"{records[0].parent}/ (flight records)", merged([record for record in found if record])
+        parsed = (read_record(path) for path in records if not path.name.endswith(".stack"))
+        yield f"{records[0].parent}/ (flight records)", merged([record for record in parsed if record])
 
 
 def _files(path: str) -> tuple[list[str], bool]:
     """Return the log files at `path`, and whether it is a folder."""
-    what = "log"
+    kind = "log"
     try:
         if path == STDIN or not Path(path).is_dir():
             if path != STDIN and not Path(path).exists():
                 raise UsageError(f"there is no log {path}")
             return [path], False
-        what = "folder"
-        found = sorted(str(one) for one in Path(path).iterdir() if one.is_file())
-        if any(_OF_RUN.search(one) for one in found):
-            return [one for one in found if is_record(Path(one)) or _OF_POD.search(one)], True
+        kind = "folder"
+        files = sorted(str(entry) for entry in Path(path).iterdir() if entry.is_file())
+        if any(_OF_RUN.search(file) for file in files):
+            return [file for file in files if is_record(Path(file)) or _OF_POD.search(file)], True
     except OSError as error:
-        raise UsageError(f"cannot read the {what} {path}: {error.strerror}") from None
-    if not found:
+        raise UsageError(f"cannot read the {kind} {path}: {error.strerror}") from None
+    if not files:
         raise UsageError(f"there are no logs in the folder {path}")
-    return found, True
+    return files, True
 
 
 def _blocks(path: str) -> Iterator[str]:

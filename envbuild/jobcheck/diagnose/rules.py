@@ -86,7 +86,10 @@ class DiagnosisRule:
     @property
     def patterns(self) -> list[LinePattern]:
         """All patterns of the rule."""
-        return [*(one for key in _PATTERNS for one in getattr(self, key)), *(count.line for count in self.counts)]
+        return [
+            *(pattern for key in _PATTERNS for pattern in getattr(self, key)),
+            *(count.line for count in self.counts),
+        ]
 
 
 def course_patterns(of: Literal["attempts", "progress", "failures", "pods"]) -> tuple[LinePattern, ...]:
@@ -97,15 +100,15 @@ def course_patterns(of: Literal["attempts", "progress", "failures", "pods"]) -> 
 @functools.cache
 def load_rules(place: Place = "job") -> tuple[DiagnosisRule, ...]:
     """Return the rules for logs of `place`, sorted by kind and rank."""
-    found = ((row, row.get("where", {"job": {}})) for row in load_table("diagnoses")["rules"])
-    rules = [_rule({**row, **where[place]}) for row, where in found if place in where]
+    rows = ((row, row.get("where", {"job": {}})) for row in load_table("diagnoses")["rules"])
+    rules = [_rule({**row, **where[place]}) for row, where in rows if place in where]
     return tuple(sorted(rules, key=lambda rule: (KINDS.index(rule.kind), -rule.rank)))
 
 
 def _rule(row: Mapping[str, Any]) -> DiagnosisRule:
     own = {key: value for key, value in row.items() if key not in ("where", "date")}
     patterns = {key: tuple(map(_pattern, row.get(key, ()))) for key in _PATTERNS}
-    counts = tuple(Count(**{**one, "line": _pattern(one["line"])}) for one in row.get("counts", ()))
+    counts = tuple(Count(**{**count, "line": _pattern(count["line"])}) for count in row.get("counts", ()))
     return DiagnosisRule(**{**own, **patterns, "counts": counts, "follows": tuple(row.get("follows", ()))})
 
 
@@ -125,7 +128,7 @@ def needles(regex: str) -> tuple[str, ...]:
 
 def _alternatives(regex: str, at: int) -> tuple[tuple[str, ...], bool, int]:
     """Return the texts of the group at offset `at`, whether the group is just one text, and the offset of its end."""
-    found: list[tuple[str, ...]] = []
+    branches: list[tuple[str, ...]] = []
     whole = True
     best: tuple[str, ...] = ()
     run: tuple[str, ...] = ("",)
@@ -138,7 +141,7 @@ def _alternatives(regex: str, at: int) -> tuple[tuple[str, ...], bool, int]:
         assert part is not None
         at = part.end()
         if part[0] in ("|", ")"):
-            found.append(closed(run))
+            branches.append(closed(run))
             best, run = (), ("",)
             if part[0] == ")":
                 break
@@ -165,6 +168,6 @@ def _alternatives(regex: str, at: int) -> tuple[tuple[str, ...], bool, int]:
             best, run = closed(run), ("",)
             best = closed(texts)
     else:
-        found.append(closed(run))
-    every = tuple(dict.fromkeys(text for some in found for text in some)) if all(found) else ()
+        branches.append(closed(run))
+    every = tuple(dict.fromkeys(text for some in branches for text in some)) if all(branches) else ()
     return every, whole and len(every) == 1, at

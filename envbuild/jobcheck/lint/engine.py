@@ -60,13 +60,13 @@ class Problem:
     file: str
     line: int
     text: str
-    what: str
-    instead: str
+    message: str
+    hint: str
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields for --json."""
-        own = {name: getattr(self, name) for name in ("file", "line", "text", "what", "instead")}
-        return {"id": self.fault.id, "level": self.fault.level, **own}
+        """Return the fields for --json, which calls a message `what` and a hint `instead`."""
+        place = {"file": self.file, "line": self.line, "text": self.text}
+        return {"id": self.fault.id, "level": self.fault.level, **place, "what": self.message, "instead": self.hint}
 
 
 def lint_file(path: Path, schedulers: Mapping[str, ScriptFacts]) -> list[Problem]:
@@ -92,58 +92,59 @@ def lint(text: str, name: str, schedulers: Mapping[str, ScriptFacts]) -> list[Pr
     lines = text.splitlines()
     # Carriage returns are reported once, as dos-lines, and not by each rule that meets them.
     script = None if is_manifest(text, name) else read_script(text.replace("\r\n", "\n"), schedulers)
-    found = lint_manifest(text, name) if script is None else (finding for rule in RULES for finding in rule(script))
+    findings = lint_manifest(text, name) if script is None else chain.from_iterable(rule(script) for rule in RULES)
     if script is not None and "\r\n" in text:
-        found = chain([Found("dos-lines", 1)], found)
+        findings = chain([Found("dos-lines", 1)], findings)
     scheduler = script.scheduler if script is not None else ""
     rows = load_faults()
     problems: dict[tuple[int, str], Problem] = {}
-    for one in found:
-        fault = replace(rows[one.id], level=one.level or rows[one.id].level)
+    for finding in findings:
+        fault = replace(rows[finding.id], level=finding.level or rows[finding.id].level)
         if fault.level != "hint" and fault.of_nodes and script is not None and script.several == "several":
             fault = replace(fault, level="hint")  # the number may be 1
-        if fault.level == "error" and not (_is_proven(script, one, fault) if script else "{{" not in text):
+        if fault.level == "error" and not (_is_proven(script, finding, fault) if script else "{{" not in text):
             fault = replace(fault, level="warning")
-        at = min(max(one.line, 1), max(len(lines), 1))
+        at = min(max(finding.line, 1), max(len(lines), 1))
         line = lines[at - 1] if lines else ""
-        if _ignored(line, one.id):
+        if _ignored(line, finding.id):
             continue
-        if one.id in _OF_TEMPLATES and _TEMPLATE.search(name):
+        if finding.id in _OF_TEMPLATES and _TEMPLATE.search(name):
             fault = replace(fault, level="hint")
-        advice = fault.of_scheduler.get(scheduler) or fault.instead
-        what, instead = (
-            redact(text.replace("{nodes}", one.nodes).replace("{value}", one.value[:_SHOWN]))
-            for text in (fault.what.replace("torchrun", one.program, 1), advice)
+        advice = fault.of_scheduler.get(scheduler) or fault.hint
+        message, hint = (
+            redact(text.replace("{nodes}", finding.nodes).replace("{value}", finding.value[:_SHOWN]))
+            for text in (fault.message.replace("torchrun", finding.program, 1), advice)
         )
-        problem = Problem(fault, name, at, redact(line.strip())[:_SHOWN], what, instead)
-        problems.setdefault((at, one.id), problem)
+        problem = Problem(fault, name, at, redact(line.strip())[:_SHOWN], message, hint)
+        problems.setdefault((at, finding.id), problem)
     return sorted(problems.values(), key=lambda p: (p.line, LEVELS.index(p.fault.level)))
 
 
-def _is_proven(script: ParsedScript, found: Found, fault: LintRule) -> bool:
+def _is_proven(script: ParsedScript, finding: Found, fault: LintRule) -> bool:
     """Return whether the script alone proves a finding.
 
     It does not if the caller, the environment, another file or a branch may decide, or if the script is a template.
     """
     if script.template or _COMPONENTS.search(script.text) or _OF_OTHERS.search(script.text):
         return False
-    directive = any(line == found.line for line, _ in script.directives)
-    if not directive and _conditional(script, found.line):
+    directive = any(line == finding.line for line, _ in script.directives)
+    if not directive and _conditional(script, finding.line):
         return False
     if not (fault.of_nodes or fault.of_values):
         return True
     every = (script.directive("--ntasks", "-n") if script.has_steps else None) or (0, "")
     if not script.directives or (whole_number(every[1]) or 10**9) < (script.nodes or (0, 0))[1]:
         return False  # nobody knows who starts it, and how often; or Slurm takes fewer nodes
-    at = max((one.line for one in script.commands if one.line <= found.line and not one.captured), default=0)
-    own = [one for one in script.commands if directive or one.line == at]
-    launches = [one for one in script.launches if one.command in own]
-    words = [word for one in launches for word in _deciding(one)]
+    begun = (command.line for command in script.commands if not command.captured)
+    at = max((line for line in begun if line <= finding.line), default=0)
+    own = [command for command in script.commands if directive or command.line == at]
+    launches = [launch for launch in script.launches if launch.command in own]
+    words = [word for launch in launches for word in _deciding(launch)]
     if not launches:
-        words = [word for one in own for word in before_program(script.variables.expanded(one.words))]
-    if _free(script, words) or any(one.function for one in own) or sets_elsewhere(script):
+        words = [word for command in own for word in before_program(script.variables.expanded(command.words))]
+    if _free(script, words) or any(command.function for command in own) or sets_elsewhere(script):
         return False
-    read = {name for one in own for word in one.words for name in _NAME.findall(word)}
+    read = {name for command in own for word in command.words for name in _NAME.findall(word)}
     return "PET_" not in script.text and all(len(set(script.values.get(name, ()))) < 2 for name in read)
 
 
@@ -182,8 +183,8 @@ def is_manifest(text: str, name: str) -> bool:
 
 
 def _ignored(line: str, fault: str) -> bool:
-    before, found, rest = line.rpartition(_IGNORED)
-    if not found or "#" not in before:
+    before, marker, rest = line.rpartition(_IGNORED)
+    if not marker or "#" not in before:
         return False
     ids = rest.rstrip()
     return not ids or (re.fullmatch(r" [\w, -]+", ids) is not None and fault in re.split(r"[ ,]+", ids))

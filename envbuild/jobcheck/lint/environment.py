@@ -71,7 +71,7 @@ def of_output(script: ParsedScript) -> Iterator[Found]:
     names = script.facts.output if script.facts else ()
     if any(re.match(r"# envbuild \S+: .*(?:;| of) site ", line) for line in script.lines):
         return  # --submit makes it
-    told = "\n".join(line for line in script.lines if line.startswith("#") and "mkdir" in line)
+    comments = "\n".join(line for line in script.lines if line.startswith("#") and "mkdir" in line)
     seen = set()
     makes = {
         posixpath.normpath(word) for command in script.commands if command.program == "mkdir" for word in command.words
@@ -86,12 +86,13 @@ def of_output(script: ParsedScript) -> Iterator[Found]:
             # The author of an absolute folder may have it, and nobody can create one with the job's number in its name.
             numbered = folder[0] in "/~<" and re.search(r"%\d*[jA]", folder)
             absolute = folder[0] in "/~" and folder.count("/") > 2 and not script.moves_to(folder)
-            own = folder in told or _has_files(script, folder)
+            own = folder in comments or _has_files(script, folder)
             if (numbered or absolute or folder[0] not in "/$~<{") and not own:
                 seen.add(folder)
                 yield Found("output-folder", line, folder, level="hint" if absolute and not numbered else "")
-    made = " ".join(" ".join(script.variables.expanded(one.texts)) for one in script.commands if one.program in _MAKES)
-    for number, text in script.told if script.facts else ():
+    texts = [command.texts for command in script.commands if command.program in _MAKES]
+    made = " ".join(" ".join(script.variables.expanded(words)) for words in texts)
+    for number, text in script.code_lines if script.facts else ():
         match = _WRITTEN.search(text)
         if match and match[1] not in f"{made} {seen}" and not _has_files(script, match[1]):
             yield Found("output-folder", number, match[1], level="hint")

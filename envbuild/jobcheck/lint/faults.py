@@ -36,8 +36,8 @@ class LintRule:
 
     id: str
     level: Level
-    what: str
-    instead: str
+    message: str
+    hint: str
     of_nodes: bool = False
     of_values: bool = False
     of_scheduler: Mapping[str, str] = field(default_factory=dict)
@@ -61,8 +61,8 @@ def _rule(name: str, row: Mapping[str, Any], schedulers: Collection[str]) -> Lin
     return LintRule(
         id=name,
         level=row["level"],
-        what=row["what"],
-        instead=row["instead"],
+        message=row["what"],
+        hint=row["instead"],
         of_nodes=row.get("of_nodes", False),
         of_values=row.get("of_values", False),
         of_scheduler={key: text for key, text in row.items() if key in schedulers},
@@ -81,8 +81,8 @@ def of_patterns(script: ParsedScript) -> Iterator[Found]:
     for fault in load_faults().values():
         if (fault.batch and (not script.facts or script.writes)) or (fault.unless and fault.unless.search(script.text)):
             continue
-        found = _of_row(fault, script)
-        yield from islice(found, 1) if fault.unless else found
+        findings = _of_row(fault, script)
+        yield from islice(findings, 1) if fault.unless else findings
 
 
 def _of_row(fault: LintRule, script: ParsedScript) -> Iterator[Found]:
@@ -91,7 +91,7 @@ def _of_row(fault: LintRule, script: ParsedScript) -> Iterator[Found]:
         text = " ".join(word.replace(" ", "_") for word in words)
         if fault.directive and (match := fault.directive.search(text)):
             yield Found(fault.id, line, match[0].strip())
-    for line, text in script.told if fault.lines else ():
+    for line, text in script.code_lines if fault.lines else ():
         if fault.lines and (match := fault.lines.search(text)):
             yield Found(fault.id, line, match[match.lastindex or 0].strip()[:_SHOWN])
     doubts: list[Found] = []
@@ -103,19 +103,19 @@ def _of_row(fault: LintRule, script: ParsedScript) -> Iterator[Found]:
         if fault.command and fault.command.search(text):
             if fault.id in _OF_ADDRESSES and _printed(command, script.lines[command.line - 1]):
                 continue
-            found = Found(fault.id, command.line, text[:_SHOWN])
+            finding = Found(fault.id, command.line, text[:_SHOWN])
             if fault.id not in _OF_TRAININGS:
-                yield found
+                yield finding
             elif meant or "--no-index" in text or guarded(script, command.line):
-                doubts.append(replace(found, level="hint"))
+                doubts.append(replace(finding, level="hint"))
             else:
-                doubts = [found]
+                doubts = [finding]
                 break
     yield from doubts[:1]
     for name, pattern in fault.variables.items():
         for command, value in script.exported(name):
-            told = "".join(script.lines[max(command.line - 2, 0) : command.line])
-            meant = _REASON.search(told) is not None
+            context = "".join(script.lines[max(command.line - 2, 0) : command.line])
+            meant = _REASON.search(context) is not None
             if pattern.fullmatch(value) and not meant and not _elsewhere(name, fault.id, script):
                 inside = name == "NCCL_P2P_DISABLE" and not script.several  # between the GPUs of one node
                 yield Found(fault.id, command.line, f"{name}={value}", level="hint" if inside else "")

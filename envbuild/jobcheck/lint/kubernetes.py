@@ -56,10 +56,10 @@ def lint_manifest(text: str, name: str) -> Iterator[Found]:
     for document in parse_yaml(text, name, UsageError, _HINT, typ="rt", aliases=_ALIASES):
         if isinstance(document, Mapping):
             ends = str(document.get("kind")).endswith("Job")
-            found = _walk(document, _nodes(document), _ranks(document), set())
+            findings = _walk(document, _nodes(document), _ranks(document), set())
             mounted = str(document.get("apiVersion")).startswith("ray.io/")  # KubeRay mounts /dev/shm itself
             left_out = (set() if ends else _OF_JOBS) | ({"shared-memory"} if mounted else set())
-            yield from (one for one in found if one.id not in left_out)
+            yield from (finding for finding in findings if finding.id not in left_out)
             if document.get("kind") == "Job" and str(document.get("apiVersion")).startswith("batch/v"):
                 yield from _policy(document)
                 yield from _unknown(document.get("spec"), "job")
@@ -77,15 +77,15 @@ def _nodes(document: Mapping[str, Any]) -> int:
     counts: list[Any] = []
     for key in ("pytorchReplicaSpecs", "replicatedJobs"):
         value = spec.get(key)
-        for one in value.values() if isinstance(value, Mapping) else value or ():
-            pods = _inner(one, "template", "spec", "parallelism") if key == "replicatedJobs" else 1
-            replicas = one.get("replicas", 1) if isinstance(one, Mapping) else 1
+        for group in value.values() if isinstance(value, Mapping) else value or ():
+            pods = _inner(group, "template", "spec", "parallelism") if key == "replicatedJobs" else 1
+            replicas = group.get("replicas", 1) if isinstance(group, Mapping) else 1
             counts.append(replicas * pods if isinstance(replicas, int) and isinstance(pods, int) else replicas)
     trainer = spec.get("trainer")
     counts.append(trainer.get("numNodes", 1) if isinstance(trainer, Mapping) else 0)
     if document.get("kind") == "Job":
         counts.append(spec.get("parallelism", 1))
-    return max(1, sum(one if isinstance(one, int) else 2 for one in counts))
+    return max(1, sum(count if isinstance(count, int) else 2 for count in counts))
 
 
 def _ranks(document: Mapping[str, Any]) -> str:
@@ -97,8 +97,8 @@ def _ranks(document: Mapping[str, Any]) -> str:
         "PyTorchJob": (("nprocPerNode",), ("elasticPolicy", "nProcPerNode")),
         "TrainJob": (("trainer", "numProcPerNode"),),
     }.get(str(document.get("kind")), ())
-    told = (_inner(document, "spec", *keys) for keys in places)
-    return str(next(filter(None, told), "auto")) if places else ""
+    numbers = (_inner(document, "spec", *keys) for keys in places)
+    return str(next(filter(None, numbers), "auto")) if places else ""
 
 
 def _walk(value: Any, nodes: int, ranks: str, seen: set[int]) -> Iterator[Found]:
@@ -128,8 +128,8 @@ def _policy(document: Mapping[str, Any]) -> Iterator[Found]:
     if isinstance(pod, Mapping) and _rows(pod, "containers"):
         policy = str(pod.get("restartPolicy", "Always"))
         if policy == "Always":
-            told = "restartPolicy" in pod
-            yield Found("restart-policy", _line(pod, "restartPolicy" if told else "containers"), policy)
+            given = "restartPolicy" in pod
+            yield Found("restart-policy", _line(pod, "restartPolicy" if given else "containers"), policy)
 
 
 def _names(document: Mapping[str, Any]) -> Iterator[Found]:
@@ -138,9 +138,9 @@ def _names(document: Mapping[str, Any]) -> Iterator[Found]:
     pod = _inner(spec, "template", "spec")
     if not isinstance(pod, Mapping) or spec.get("completionMode") != "Indexed" or pod.get("subdomain"):
         return
-    for one in (one for container in _rows(pod, "containers") for one in _rows(container, "env")):
-        if re.fullmatch(rf"{re.escape(str(name))}-\d+(?:[.:].*)?", value := str(one.get("value"))):
-            yield Found("pod-name", _line(one, "value"), value)
+    for variable in (row for container in _rows(pod, "containers") for row in _rows(container, "env")):
+        if re.fullmatch(rf"{re.escape(str(name))}-\d+(?:[.:].*)?", value := str(variable.get("value"))):
+            yield Found("pod-name", _line(variable, "value"), value)
 
 
 def _indexes(document: Mapping[str, Any]) -> Iterator[Found]:
@@ -149,10 +149,10 @@ def _indexes(document: Mapping[str, Any]) -> Iterator[Found]:
     if _inner(spec, "completionMode") == "Indexed":
         return
     for container in _rows(_inner(spec, "template", "spec"), "containers"):
-        for one in _rows(container, "env"):
-            path = str(_inner(one, "valueFrom", "fieldRef", "fieldPath"))
+        for variable in _rows(container, "env"):
+            path = str(_inner(variable, "valueFrom", "fieldRef", "fieldPath"))
             if "job-completion-index" in path:
-                yield Found("pod-index", _line(one, "name"), str(one.get("name")))
+                yield Found("pod-index", _line(variable, "name"), str(variable.get("name")))
         if re.search(r"\$\{?JOB_COMPLETION_INDEX\b", " ".join(_words(container))):
             yield Found(
                 "pod-index", _line(container, "args" if "args" in container else "command"), "JOB_COMPLETION_INDEX"
@@ -168,7 +168,7 @@ def _inner(value: Any, *keys: str) -> Any:
 def _rows(value: Any, key: str) -> list[Mapping[str, Any]]:
     """Return the mappings in the list `key` of `value`."""
     rows = _inner(value, key)
-    return [one for one in rows if isinstance(one, Mapping)] if isinstance(rows, list) else []
+    return [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
 
 
 def _replicas(document: Mapping[str, Any]) -> Iterator[Found]:
@@ -176,8 +176,8 @@ def _replicas(document: Mapping[str, Any]) -> Iterator[Found]:
     specs = _inner(document, "spec", "pytorchReplicaSpecs")
     for replica in specs.values() if isinstance(specs, Mapping) else ():
         containers = _rows(_inner(replica, "template", "spec"), "containers")
-        named = [one for one in containers if isinstance(one.get("name"), str)]
-        if named and not any(one["name"] == "pytorch" for one in named):
+        named = [container for container in containers if isinstance(container.get("name"), str)]
+        if named and not any(container["name"] == "pytorch" for container in named):
             yield Found("container-name", _line(named[0], "name"), named[0]["name"])
 
 
@@ -192,14 +192,14 @@ def _unknown(value: Any, kind: str) -> Iterator[Found]:
 
 def _pod(spec: Mapping[str, Any], nodes: int, ranks: str) -> Iterator[Found]:
     yield from _unknown(spec, "pod")
-    volumes = {str(one.get("name")) for one in _rows(spec, "volumes")}
+    volumes = {str(volume.get("name")) for volume in _rows(spec, "volumes")}
     for key in ("initContainers", "containers"):
         for container in _rows(spec, key):
             yield from _unknown(container, "container")
             yield from _container(container, nodes, ranks)
             shared = any(
-                str(one.get("mountPath")).strip("/") == "dev/shm" and str(one.get("name")) in volumes
-                for one in _rows(container, "volumeMounts")
+                str(mount.get("mountPath")).strip("/") == "dev/shm" and str(mount.get("name")) in volumes
+                for mount in _rows(container, "volumeMounts")
             )
             # One rank without workers uses none.
             text = " ".join(_words(container))
@@ -229,7 +229,7 @@ def _words(container: Mapping[str, Any]) -> list[str]:
     parts = []
     for key in ("command", "args"):
         value = container.get(key)
-        parts += [str(one) for one in value] if isinstance(value, list) else []
+        parts += [str(word) for word in value] if isinstance(value, list) else []
     return parts
 
 
@@ -237,7 +237,7 @@ def _container(container: Mapping[str, Any], nodes: int, ranks: str) -> Iterator
     image = container.get("image")
     if isinstance(image, str):
         yield from judged_image(image, _line(container, "image"))
-    variables = {str(one.get("name")): (one.get("value"), _line(one, "value")) for one in _rows(container, "env")}
+    variables = {str(row.get("name")): (row.get("value"), _line(row, "value")) for row in _rows(container, "env")}
     # Written as a script, so that the rules for scripts apply; a fault's line is mapped back to the manifest.
     exports = [
         f"export {name}={_quoted(' '.join(str(value).split()))}"
@@ -248,9 +248,9 @@ def _container(container: Mapping[str, Any], nodes: int, ranks: str) -> Iterator
     shell = len(words) > 2 and words[1].startswith("-") and words[1].endswith("c")
     body = words[2] if shell else " ".join(_quoted(word) for word in words)
     begun = _line(container, "command" if "command" in container else "args")
-    told = whole_number(ranks)
-    if told and _gpus(container) and told > (_gpus(container) or 0) and not _STARTS_RANKS.search(body):
-        yield Found("ranks-exceed-gpus", begun, f"{told} ranks, {_gpus(container)} GPUs")
+    count = whole_number(ranks)
+    if count and _gpus(container) and count > (_gpus(container) or 0) and not _STARTS_RANKS.search(body):
+        yield Found("ranks-exceed-gpus", begun, f"{count} ranks, {_gpus(container)} GPUs")
     # No operator tells the pods of a Job or JobSet how many they are.
     lone = nodes > 1 and not ranks and "PET_" not in f"{exports}"
     meets = "torchrun " in body and re.search(r"--(?:master[-_]addr|rdzv[-_]endpoint)", body)
@@ -259,18 +259,18 @@ def _container(container: Mapping[str, Any], nodes: int, ranks: str) -> Iterator
     if nodes > 1 and ranks and "nnodes" not in body:  # the operator sets it in PET_NNODES
         body = body.replace("torchrun ", f"torchrun --nnodes={nodes} ", 1)
     if ranks and "nproc" not in body:  # the operator sets it in PET_NPROC_PER_NODE
-        body = _TORCHRUN.sub(lambda found: f"{found[0]}--nproc-per-node={_quoted(ranks)} ", body)
+        body = _TORCHRUN.sub(lambda match: f"{match[0]}--nproc-per-node={_quoted(ranks)} ", body)
     if _gpus(container) is None and (used := _USES_GPUS.search(body)):
         yield Found("gpus-missing", begun, used[0])
     gpus = _gpus(container) or 0
     script = replace(read_script("\n".join([*exports, body]), {}), everywhere=True, pod_gpus=gpus)
     lines = [line for _, (value, line) in variables.items() if value is not None]
     for rule in (*_RULES, of_placeholders):
-        for found in rule(script):
-            if found.id in _OF_HOSTS:
+        for finding in rule(script):
+            if finding.id in _OF_HOSTS:
                 continue
-            line = lines[found.line - 1] if found.line <= len(lines) else begun
-            yield Found(found.id, line, found.value, str(nodes))
+            line = lines[finding.line - 1] if finding.line <= len(lines) else begun
+            yield Found(finding.id, line, finding.value, str(nodes))
     if gpus > 1 and re.search(r"\bpython[\d.]* (?!-m torch\.distributed)", body) and not _STARTS_RANKS.search(body):
         yield Found("one-process", begun, str(gpus), level="hint")  # the program may take all GPUs itself
     cpus = whole_number(str((_limits(container) or {}).get("cpu", "")))

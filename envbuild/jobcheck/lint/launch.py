@@ -52,7 +52,7 @@ class Launch:
     @property
     def launcher(self) -> str:
         """Launcher that starts it on nodes, "" for none."""
-        return next((one for one in self.started_by if one in LAUNCHERS), "")
+        return next((name for name in self.started_by if name in LAUNCHERS), "")
 
     @property
     def waits(self) -> bool:
@@ -113,25 +113,25 @@ def _is_torchrun(words: list[str], at: int) -> bool:
 
 def _accelerate(words: list[str]) -> int | None:
     pairs = enumerate(pairwise(words))
-    return next((n for n, (one, two) in pairs if posixpath.basename(one) == "accelerate" and two == "launch"), None)
+    return next((n for n, (word, verb) in pairs if posixpath.basename(word) == "accelerate" and verb == "launch"), None)
 
 
 def _options(words: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return torchrun's options before the training script, and the words from the script on."""
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     at = 0
     while at < len(words) and words[at].startswith("-"):
         name, equal, value = words[at].lstrip("-").partition("=")
         name = name.replace("_", "-")
         at += 1
         if name in WORDS["flags"]:
-            found[name] = "yes"
+            options[name] = "yes"
             continue
         if not equal and at < len(words):
             value = words[at]
             at += 1
-        found[name] = value
-    return found, tuple(words[at:])
+        options[name] = value
+    return options, tuple(words[at:])
 
 
 def before_program(words: list[str]) -> list[str]:

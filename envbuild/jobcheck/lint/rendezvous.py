@@ -93,15 +93,15 @@ def of_addresses(script: ParsedScript) -> Iterator[Found]:
     # enroot's hook 50-slurm-pytorch.sh sets MASTER_ADDR and MASTER_PORT in containers of pyxis.
     elsewhere = "--container-" in script.text or sets_elsewhere(script)
     loops = set(re.findall(r"\bfor (\w+) in\b|\$\{(\w+):?=", script.text))
-    set_here = {name for found in loops for name in found} | script.values.keys()
+    set_here = {name for names in loops for name in names} | script.values.keys()
     for launch in script.launches if not elsewhere and script.kind != "shell" else ():
         if "standalone" in launch.options:
             continue
         for name in ("rdzv-endpoint", "master-addr"):
             value = re.sub(r"'[^']*'", "", launch.options.get(name, ""))  # awk's own variables
             for variable in re.findall(r"\$\{?([A-Z]\w*)(?!\w|:[-=])", value):
-                told = variable in set_here or GIVEN.fullmatch(variable)
-                if variable.isupper() and not told:  # others are of a script that is left out here
+                known = variable in set_here or GIVEN.fullmatch(variable)
+                if variable.isupper() and not known:  # others are of a script that is left out here
                     yield Found("endpoint-unset", launch.command.line, variable)
 
 
@@ -141,11 +141,11 @@ def of_endpoints(script: ParsedScript) -> Iterator[Found]:
     commented = any(re.match(r"\s*#.*\bMASTER_ADDR=", line) for line in script.lines)
     code = script.code
     named = re.search(r"MASTER_ADDR|://|\b(?:COMM|INIT|DIST|SYNC)_\w*=", code)
-    told = script.launches or named or sets_elsewhere(script)
-    if script.several and commented and not told:
-        steps = [one for one in script.commands if one.program in LAUNCHERS and starts_training(one)]
+    provided = script.launches or named or sets_elsewhere(script)
+    if script.several and commented and not provided:
+        steps = [command for command in script.commands if command.program in LAUNCHERS and starts_training(command)]
         # Some programs ask Slurm themselves.
-        yield from (Found("endpoint-unset", one.line, "MASTER_ADDR", level="hint") for one in steps[-1:])
+        yield from (Found("endpoint-unset", step.line, "MASTER_ADDR", level="hint") for step in steps[-1:])
 
 
 def _quoted_lists(script: ParsedScript) -> Iterator[Found]:
@@ -221,10 +221,10 @@ def _node_ranks(script: ParsedScript) -> Iterator[Found]:
             continue
         words = script.variables.expanded(command.words)
         for number, word in enumerate(words):
-            found = _RANK_OPTION.fullmatch(word)
-            value = (found[1] or "".join(words[number + 1 : number + 2])) if found else ""
+            option = _RANK_OPTION.fullmatch(word)
+            value = (option[1] or "".join(words[number + 1 : number + 2])) if option else ""
             match = _RANK.search(value)
-            line = script.where(word.partition("=")[0], command.line) if found else 0
+            line = script.where(word.partition("=")[0], command.line) if option else 0
             if (
                 match
                 and line not in seen
@@ -245,11 +245,11 @@ def _kept(script: ParsedScript, begun: int, line: int, text: str) -> bool:
     at = script.lines[line - 1].find(text)
     before = "\n".join([*script.lines[first - 1 : line - 1], script.lines[line - 1][: max(at, 0)]])
     quote = ""
-    for one in re.sub(r"\\.", "", before, flags=re.DOTALL) if at >= 0 else "":
-        if one == quote:
+    for character in re.sub(r"\\.", "", before, flags=re.DOTALL) if at >= 0 else "":
+        if character == quote:
             quote = ""
-        elif one in "'\"" and not quote:
-            quote = one
+        elif character in "'\"" and not quote:
+            quote = character
     return quote == "'"
 
 
@@ -349,8 +349,8 @@ def _default(script: ParsedScript, value: str) -> str:
 
     def filled(match: re.Match[str]) -> str:
         own = " ".join(script.values.get(match[1], ()))
-        told = re.fullmatch(rf"\$\{{{match[1]}:?[-=](\d+)\}}", own) or re.fullmatch(r"\$\{\D\w*:?[-=](\d+)\}", match[0])
-        return told[1] if told else match[0]
+        port = re.fullmatch(rf"\$\{{{match[1]}:?[-=](\d+)\}}", own) or re.fullmatch(r"\$\{\D\w*:?[-=](\d+)\}", match[0])
+        return port[1] if port else match[0]
 
     return re.sub(r"\$\{?(\w+)(?::?[-=]\d+)?\}?$", filled, value)
 
@@ -365,8 +365,8 @@ def _identity(script: ParsedScript, launch: Launch) -> Iterator[Found]:
     elif random or (value and "$" not in value):
         yield Found("run-id", at, value)
     if "rdzv-endpoint" in launch.options and not launch.command.file:
-        told = "local-addr" in launch.options or "is_host" in launch.options.get("rdzv-conf", "")
-        if not told and not script.launches[0].options.get("rdzv-backend", "").startswith("etcd"):
+        given = "local-addr" in launch.options or "is_host" in launch.options.get("rdzv-conf", "")
+        if not given and not script.launches[0].options.get("rdzv-backend", "").startswith("etcd"):
             yield Found("local-address", launch.command.line)
 
 
@@ -422,8 +422,8 @@ def of_default_ports(script: ParsedScript) -> Iterator[Found]:
         if launches and port.isdecimal() and port != "0" and not (command.file or id(command) in known):
             yield Found("fixed-port", command.line, port, level=script.doubtful)
             return
-        told = script.gpus < 2 or _PORTS.search(" ".join(before_program(words[1:]))) or "MASTER_PORT" in script.text
-        if launches and not (command.file or told or whole_number(ranks) == 1) and starts_training(command):
+        exempt = script.gpus < 2 or _PORTS.search(" ".join(before_program(words[1:]))) or "MASTER_PORT" in script.text
+        if launches and not (command.file or exempt or whole_number(ranks) == 1) and starts_training(command):
             yield Found("fixed-port", command.line, f"29500 ({command.program}'s default)", level=script.doubtful)
             return
 

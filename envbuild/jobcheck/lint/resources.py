@@ -74,8 +74,8 @@ def of_steps(script: ParsedScript) -> Iterator[Found]:
     trainings = [
         command for command in steps if any(TRAINS.fullmatch(posixpath.basename(word)) for word in command.words)
     ]
-    for one in (trainings or steps or others)[-1:]:
-        yield Found("cpus-not-passed", one.line)
+    for srun in (trainings or steps or others)[-1:]:
+        yield Found("cpus-not-passed", srun.line)
 
 
 def _is_step(command: Command) -> bool:
@@ -103,15 +103,15 @@ def of_cpus(script: ParsedScript) -> Iterator[Found]:
     # Without options they start a rank for each GPU.
     alone = {("accelerate", "launch"), ("deepspeed",)}
     known = {id(command) for command, _ in started}
-    for one in script.commands:
-        names = [posixpath.basename(word) for word in one.words]
+    for command in script.commands:
+        names = [posixpath.basename(word) for word in command.words]
         at = next((n for n in range(len(names)) if {tuple(names[n : n + 2]), (names[n],)} & alone), -1)
-        begins = at == 0 or (names[:1] == ["srun"] and not _BOUND.search(" ".join(one.words[:at])))
+        begins = at == 0 or (names[:1] == ["srun"] and not _BOUND.search(" ".join(command.words[:at])))
         if at < 0 or not begins:
             continue
-        asked = next(option_values(one.words, RANK_OPTIONS), "")
-        started += [(one, whole_number(asked) or script.gpus)] * (id(one) not in known)
-    threads = [(one.line, value) for one, value in script.exported("OMP_NUM_THREADS")]
+        asked = next(option_values(command.words, RANK_OPTIONS), "")
+        started += [(command, whole_number(asked) or script.gpus)] * (id(command) not in known)
+    threads = [(command.line, value) for command, value in script.exported("OMP_NUM_THREADS")]
     told_cpus = ("$SLURM_CPUS_PER_TASK", "${SLURM_CPUS_PER_TASK}", "$NCPUS")
     most = max((ranks for _, ranks in started), default=0)
     for line, value in threads[-1:] if most > 1 else ():
@@ -121,12 +121,12 @@ def of_cpus(script: ParsedScript) -> Iterator[Found]:
     for command, ranks in started:
         if ranks >= 2 * max(cpus, 1) and not command.file:
             # Sites may give each GPU some CPUs, where the job asks for none.
-            told = script.directive("--cpus-per-task", "-c", "--cpus-per-gpu") or not script.has_steps
+            certain = script.directive("--cpus-per-task", "-c", "--cpus-per-gpu") or not script.has_steps
             value = f"{ranks} ranks, {cpus} CPU{'s' * (cpus != 1)}"
-            yield Found("cpus-missing", command.line, value, level="" if told else "hint")
+            yield Found("cpus-missing", command.line, value, level="" if certain else "hint")
             return
-    trains = [one for one in script.commands if starts_training(one) and not one.file]
-    trains = [one for one in trains if not _BOUND.search(" ".join(one.words))]
+    trains = [command for command in script.commands if starts_training(command) and not command.file]
+    trains = [command for command in trains if not _BOUND.search(" ".join(command.words))]
     if script.gpus and cpus == 1 and trains and "num_workers=0" not in script.text:
         yield Found("cpus-missing", trains[0].line, "1 CPU for a training and its data loaders", level="hint")
 
@@ -146,11 +146,11 @@ def _ranks(script: ParsedScript, launch: Launch) -> int:
 
 def of_ranks(script: ParsedScript) -> Iterator[Found]:
     """Find numbers of ranks that do not match the GPUs, and unused GPUs."""
-    gpus, told = script.gpus, re.search("nproc", script.text, re.IGNORECASE) is not None
-    shown = sorted((one.line, value) for one, value in script.exported("CUDA_VISIBLE_DEVICES"))
+    gpus, has_nproc = script.gpus, re.search("nproc", script.text, re.IGNORECASE) is not None
+    shown = sorted((command.line, value) for command, value in script.exported("CUDA_VISIBLE_DEVICES"))
     for launch in script.launches:
         line = launch.command.line
-        given = told or launch.program != "torchrun" or "nproc-per-node" in launch.options
+        given = has_nproc or launch.program != "torchrun" or "nproc-per-node" in launch.options
         ranks = _ranks(script, launch) or int(not given)
         before = bisect_right(shown, line, key=lambda row: row[0])
         visible = shown[before - 1][1] if before else ""
@@ -188,7 +188,7 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
     fixed = [row for row in shown if script.facts and re.fullmatch(r"\d{1,2}(?:,\d{1,2})*", row[1])]
     yield from (Found("devices-fixed", *row) for row in fixed[:1] if len({value for _, value in shown}) == 1)
     several = gpus > 1 or any(launch.ranks > 1 for launch in script.launches)
-    exports = [(one.line, value) for one, value in script.exported("CUDA_VISIBLE_DEVICES") if not _for_one(one)]
+    exports = [(step.line, value) for step, value in script.exported("CUDA_VISIBLE_DEVICES") if not _for_one(step)]
     for line, value in exports if several and len({value for _, value in exports}) == 1 else ():
         if re.fullmatch(r"\d(?:,\d)*", value) and len(value.split(",")) in {1, *range(2, gpus)}:
             yield Found("one-gpu-visible", line, value)
@@ -205,11 +205,11 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
         meant = script.tasks == gpus and not tasks and not _ALL_GPUS.search(script.text)
         level: Literal["", "hint"] = "" if meant else "hint"  # else the program may take all GPUs itself
         known = plain
-        plain = plain or [one for one in script.commands if is_program(one, _OTHER_STEPS)]
+        plain = plain or [command for command in script.commands if is_program(command, _OTHER_STEPS)]
         if plain and not others:
             yield Found("one-process", plain[-1].line, str(gpus), level=level if known else "hint")
     nodes = script.nodes[1] if script.nodes else 1
-    steps = [one for one in script.commands if one.program in ("srun", *_MPIRUN) and starts_training(one)]
+    steps = [step for step in script.commands if step.program in ("srun", *_MPIRUN) and starts_training(step)]
     for command in steps if len(steps) == 1 and gpus and not (script.launches or steps[0].file) else ():
         asked = whole_number(next(option_values(before_program([*command.words]), _COUNTS), "")) or 0
         value = f"{asked} of {gpus * nodes}"
@@ -222,15 +222,15 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
         in_set, ranks = (whole_number(next(option_values(options, (name,)), "1")) or 1 for name in ("-g", "-a"))
         if in_set > 1 and ranks == 1 and is_plain_training(_stepped(command)) and not command.file:
             yield Found("one-process", command.line, str(in_set), level="hint")
-    told_ranks = [(one, _told_ranks(script, one)) for one in script.commands if not one.file and script.gpus]
-    for one, ranks in [row for row in told_ranks if row[1]][:1] if not script.several else ():
+    asked_ranks = [(step, _ranks_asked(script, step)) for step in script.commands if not step.file and script.gpus]
+    for command, ranks in [row for row in asked_ranks if row[1]][:1] if not script.several else ():
         if ranks > gpus:
-            yield Found("ranks-exceed-gpus", one.line, f"{ranks} ranks, {gpus} GPUs", level="warning")
-        elif ranks < gpus and sum(count > 0 for _, count in told_ranks) == 1 and not shown:
-            yield Found("one-rank", one.line, f"{ranks} of {gpus}", program=one.program)
+            yield Found("ranks-exceed-gpus", command.line, f"{ranks} ranks, {gpus} GPUs", level="warning")
+        elif ranks < gpus and sum(count > 0 for _, count in asked_ranks) == 1 and not shown:
+            yield Found("one-rank", command.line, f"{ranks} of {gpus}", program=command.program)
 
 
-def _told_ranks(script: ParsedScript, command: Command) -> int:
+def _ranks_asked(script: ParsedScript, command: Command) -> int:
     """Return the number of ranks that accelerate, deepspeed or horovodrun is told to start, 0 if there is none."""
     if command.program not in ("accelerate", "deepspeed", "horovodrun"):
         return 0
@@ -260,7 +260,7 @@ def of_requests(script: ParsedScript) -> Iterator[Found]:
     if of_job and whole_gpus and nodes > 1 and not (own or script.undivided) and whole_gpus < 8 * nodes:
         yield Found("gpus-uneven", of_job[0], of_job[1], str(nodes))
     asks = [(line, f"{' '.join(row)} ".replace("gpus-per-node", "gpu")) for line, row in script.directives]
-    counts = {found[1]: line for line, row in asks if (found := _COUNT.search(row))}
+    counts = {match[1]: line for line, row in asks if (match := _COUNT.search(row))}
     if len(counts) > 1:
         yield Found("gpus-differ", max(counts.values()), " and ".join(counts))
     least = script.directive("--ntasks", "-n")
@@ -273,7 +273,7 @@ def of_requests(script: ParsedScript) -> Iterator[Found]:
     placed = script.directive("--nodes", "-N", *PER_NODE) or script.launchers_work
     if total and many > 1 and script.launches and not placed:
         yield Found("tasks-spread", total[0], total[1])
-    elif total and many > 1 and not placed and any(is_program(one, _OTHER_STEPS) for one in script.commands):
+    elif total and many > 1 and not placed and any(is_program(command, _OTHER_STEPS) for command in script.commands):
         yield Found("tasks-spread", total[0], total[1], program="python", level="hint")
     given = script.directive(*PER_NODE, "--ntasks", "-n") if script.has_steps and script.trains else None
     if given and placed and script.tasks > 1 and not (script.launchers_work or script.submits or script.texts):
@@ -315,9 +315,9 @@ def of_placement(script: ParsedScript) -> Iterator[Found]:
             asked = whole_number(next(option_values(before_program(words), ("--nodes", "-N")), "")) or 0
             if asked > nodes and not re.search(r"--(?:jobid|het-group)", " ".join(words)):
                 yield Found("step-exceeds-job", command.line, f"{asked} nodes", str(nodes))
-            told = whole_number(next(option_values(words, ("--num_nodes", "--num-nodes")), ""))
-            if told and told != nodes and not asked and starts_training(command):  # Lightning's, by convention
-                yield Found("nodes-differ", command.line, str(told), str(nodes), "the program", level="warning")
+            count = whole_number(next(option_values(words, ("--num_nodes", "--num-nodes")), ""))
+            if count and count != nodes and not asked and starts_training(command):  # Lightning's, by convention
+                yield Found("nodes-differ", command.line, str(count), str(nodes), "the program", level="warning")
         if command.program == "srun" and script.has_steps and script.directives:
             yield from _step(script, command, before_program(words), asks)
         in_chunks = script.facts is not None and script.facts.chunks
@@ -358,8 +358,8 @@ def _expanded_hosts(text: str) -> list[str]:
     """Return the hosts of a list in Slurm's short form, [] for a list with variables."""
     hosts: list[str] = []
     for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text) if "$" not in text and len(text) < 1000 else ():
-        found = re.fullmatch(r"([\w.-]+)\[([\d,-]+)\]", name)
-        for part in found[2].split(",") if found else ("",):
+        match = re.fullmatch(r"([\w.-]+)\[([\d,-]+)\]", name)
+        for part in match[2].split(",") if match else ("",):
             first, _, last = part.partition("-")
             size = int(last) - int(first) + 1 if last.isdecimal() and first.isdecimal() else 1
             hosts += [name] * min(max(size, 1), 10_000)
@@ -371,7 +371,7 @@ def of_optional_variables(script: ParsedScript) -> Iterator[Found]:
     optional = script.facts.optional if script.facts else {}
     unknown = WORDS["unknown_variables"] - script.values.keys() if script.has_steps else frozenset()
     for command in script.commands if unknown else ():
-        names = [name for found in _EMPTY.findall(" ".join(command.texts)) for name in found if name in unknown]
+        names = [name for groups in _EMPTY.findall(" ".join(command.texts)) for name in groups if name in unknown]
         yield from (Found("variable-unknown", command.line, name) for name in names[:1])
     unset = {name for name, own in optional.items() if name not in script.values and not script.directive(*own)}
     strict = option_set(script, NOUNSET)
@@ -396,10 +396,10 @@ def of_single_nodes(script: ParsedScript) -> Iterator[Found]:
     for command in script.commands if script.several and script.has_steps else ():
         text = " ".join(script.variables.expanded(command.words))
         started = command.program == "srun" and re.search(r"(?:^| )(?:\S*/)?deepspeed ", text)
-        told = re.search(
+        has_nodes = re.search(
             r"--(?:hostfile|num_nodes|no_ssh|node_rank|include|force_multi)|-H |-N ?1 |--nodes[= ]1 ", text
         )
-        if started and not told and not (command.file or "DLTS_HOSTFILE" in script.text):
+        if started and not has_nodes and not (command.file or "DLTS_HOSTFILE" in script.text):
             yield Found("nodes-missing", command.line, nodes=script.several, program="deepspeed", level="warning")
             return
 

@@ -109,7 +109,7 @@ class ParsedScript:
         return "\n".join(line for line in self.lines if not line.lstrip().startswith("#"))
 
     @functools.cached_property
-    def told(self) -> Sequence[tuple[int, str]]:
+    def code_lines(self) -> Sequence[tuple[int, str]]:
         """(number, line) of the lines that are no comments, printed texts or here-documents."""
         rows = enumerate(self.lines, 1)
         return [row for row in rows if row[0] not in self.texts and not _SAYS.match(row[1])]
@@ -127,8 +127,8 @@ class ParsedScript:
     def gpus(self) -> int:
         """Number of GPUs per node that the directives request, 0 if unknown."""
         words = [word for _, line in self.directives for word in line]
-        found = [match for word in words for match in _GPUS.finditer(word)]
-        most = max((int(one[2]) * (max(1, self.tasks) if one[1] else 1) for one in found), default=self.pod_gpus)
+        counts = [count for word in words for count in _GPUS.finditer(word)]
+        most = max((int(count[2]) * (max(1, self.tasks) if count[1] else 1) for count in counts), default=self.pod_gpus)
         of_job = next(option_values(words, ("--gpus", "-G")), "").rpartition(":")[2]
         return max(most, (whole_number(of_job) or 0) // max(1, self.nodes[1] if self.nodes else 1))
 
@@ -159,7 +159,7 @@ class ParsedScript:
 
     def moves_to(self, folder: str) -> bool:
         """Return whether the script changes to `folder`, or creates it: then it is there."""
-        return any(folder in one.words for one in self.commands if one.program in ("cd", "pushd"))
+        return any(folder in command.words for command in self.commands if command.program in ("cd", "pushd"))
 
     @functools.cached_property
     def sets_options(self) -> bool:
@@ -176,8 +176,8 @@ class ParsedScript:
     @functools.cached_property
     def launches(self) -> tuple[Launch, ...]:
         """Every torchrun that this script starts."""
-        told = "".join(self.values.get("PET_NNODES", ())[-1:])
-        return tuple(find_launches(self.commands, self.variables, {"nnodes": told} if told else {}))
+        nodes = "".join(self.values.get("PET_NNODES", ())[-1:])
+        return tuple(find_launches(self.commands, self.variables, {"nnodes": nodes} if nodes else {}))
 
     @functools.cached_property
     def choices(self) -> frozenset[str]:
@@ -221,8 +221,8 @@ class ParsedScript:
     @functools.cached_property
     def passed(self) -> frozenset[str]:
         """Arguments that may be commands, such as functions and files that launchers start."""
-        found = {word for command in self.commands if command.started_by for word in command.words}
-        return frozenset(found.union(*(word.split() for command in self.commands for word in command.words[1:])))
+        words = {word for command in self.commands if command.started_by for word in command.words}
+        return frozenset(words.union(*(word.split() for command in self.commands for word in command.words[1:])))
 
     @functools.cached_property
     def several(self) -> str:
@@ -239,23 +239,23 @@ class ParsedScript:
     @functools.cached_property
     def held(self) -> Mapping[str, Sequence[str]]:
         """Variable → values of its assignments, except assignments that append."""
-        found: dict[str, list[str]] = {}
+        values: dict[str, list[str]] = {}
         for name, words in (pair for command in self.commands for pair in command.assignments):
-            found.setdefault(name, []).extend([" ".join(words)] * any(words))
-        return found
+            values.setdefault(name, []).extend([" ".join(words)] * any(words))
+        return values
 
     def where(self, text: str, near: int = 1) -> int:
         """Return the first line from `near` on that contains `text`, else an earlier line; `near` if there is none.
 
         Comments are skipped.
         """
-        found = self._places.get(text)
-        if found is None:
+        lines = self._places.get(text)
+        if lines is None:
             if len(self._places) >= _MOST_PLACES:
                 return near
             code = ((n, line) for n, line in enumerate(self.lines, 1) if not line.lstrip().startswith("#"))
-            found = self._places[text] = [number for number, line in code if text in line]
-        return found[bisect_left(found, near) % len(found)] if found else near
+            lines = self._places[text] = [number for number, line in code if text in line]
+        return lines[bisect_left(lines, near) % len(lines)] if lines else near
 
     def escapes(self, text: str) -> bool:
         """Return whether `text` follows a backslash in the script."""
@@ -308,32 +308,33 @@ def read_script(text: str, schedulers: Mapping[str, ScriptFacts]) -> ParsedScrip
         name: re.compile(rf"(?:{facts.pattern or facts.marker})(?:\s+|(?=--))(.*)")
         for name, facts in schedulers.items()
     }
-    found = []
+    rows = []
     reader = Reader(text, 1)
     commands = () if _OTHER_LANGUAGE.match(lines[0] if lines else "") else tuple(commands_of(reader))
     for number, line in enumerate(lines, start=1):
         for name, pattern in markers.items():
             if match := pattern.match(line):
-                found.append((name, number, tuple(_split(match[1]))))
+                rows.append((name, number, tuple(_split(match[1]))))
     # Those of a script that it writes, in a here-document or a string, count only where it has none of its own.
-    own = [row for row in found if row[1] in reader.comments or not commands]
-    assigned = {name for one in commands for name, _ in one.assignments}
-    begun = min((one.line for one in commands if not _filled_in(lines[one.line - 1], assigned)), default=len(lines) + 1)
+    own = [row for row in rows if row[1] in reader.comments or not commands]
+    assigned = {name for command in commands for name, _ in command.assignments}
+    real = (command.line for command in commands if not _filled_in(lines[command.line - 1], assigned))
+    begun = min(real, default=len(lines) + 1)
     # A file of notes, which holds other scripts, is no job.
     second = next((n for n in sorted(reader.comments) if n > begun and re.match("#! ?/", lines[n - 1])), 0)
     own = [row for row in own if not 0 < second < row[1]]
-    found = [row for row in found if not 0 < second < row[1]]
+    rows = [row for row in rows if not 0 < second < row[1]]
     last = max((row[1] for row in own), default=0)
     late = [row for row in own if row[1] > begun and "".join(row[2])[:1] == "-" and not schedulers[row[0]].reads_on]
-    marked = set() if own else {row[1] for row in found}
-    written = [one for one in reader.documents if not marked.isdisjoint(range(one[0], one[1] + 1))]
-    writes = bool(found) and not own
-    found = own or found
-    kind = found[-1][0] if found else "shell"
+    marked = set() if own else {row[1] for row in rows}
+    written = [document for document in reader.documents if not marked.isdisjoint(range(document[0], document[1] + 1))]
+    writes = bool(rows) and not own
+    rows = own or rows
+    kind = rows[-1][0] if rows else "shell"
     unread = {row[1] for row in late}
-    directives = [row[1:] for row in found if row[1] not in unread]
+    directives = [row[1:] for row in rows if row[1] not in unread]
     inside = {line for first, last, _ in written for line in range(first, last + 1)}
-    commands = tuple(replace(one, file=one.file and one.line not in inside) for one in commands)
+    commands = tuple(replace(command, file=command.file and command.line not in inside) for command in commands)
     values: dict[str, list[str]] = {}
     for command in commands:
         for name, words in command.assignments:
@@ -351,8 +352,8 @@ def read_script(text: str, schedulers: Mapping[str, ScriptFacts]) -> ParsedScrip
         texts=frozenset(line for first, last, _ in reader.documents for line in range(first, last + 1)),
         blocks=tuple(reader.blocks),
         late=tuple(row[1:] for row in late),
-        template=any(_GAP.search(lines[row[1] - 1]) for row in found)
-        or any(_filled_in(lines[one.line - 1], assigned) for one in commands if one.line < last),
+        template=any(_GAP.search(lines[row[1] - 1]) for row in rows)
+        or any(_filled_in(lines[command.line - 1], assigned) for command in commands if command.line < last),
     )
 
 

@@ -147,18 +147,18 @@ def simple_command(
             reader.comments.add(reader.line)
             while reader.at < len(reader.text) and reader.text[reader.at] != "\n":
                 reader.take()
-        elif found := _HEREDOC.match(reader.text, reader.at):
-            reader.take(found.end() - found.start())
-            reader.pending.append((found[3], bool(found[2]), bool(found[1])))
+        elif match := _HEREDOC.match(reader.text, reader.at):
+            reader.take(match.end() - match.start())
+            reader.pending.append((match[3], bool(match[2]), bool(match[1])))
         elif here == "\n":
             reader.take()
             bodies += _bodies(reader, subs)
             return words, subs, bodies, operator or here
-        elif found := _REDIRECTION.match(reader.text, reader.at):
-            reader.take(found.end() - found.start())
+        elif match := _REDIRECTION.match(reader.text, reader.at):
+            reader.take(match.end() - match.start())
             while reader.at < len(reader.text) and reader.text[reader.at] in " \t":
                 reader.take()
-            if not found[0][-1].isdigit():
+            if not match[0][-1].isdigit():
                 _word(reader, subs)
         elif here in ";|&()":
             reader.take()
@@ -179,7 +179,7 @@ def simple_command(
 
 
 def _bodies(reader: Reader, subs: list[tuple[int, str]]) -> list[tuple[int, str, bool]]:
-    found = []
+    bodies = []
     for name, literal, tabs in reader.pending:
         begun, lines = reader.line, []
         while reader.at < len(reader.text):
@@ -191,9 +191,9 @@ def _bodies(reader: Reader, subs: list[tuple[int, str]]) -> list[tuple[int, str,
             lines.append(line)
         reader.documents.append((begun, begun + len(lines) - 1, literal))
         body = "".join(lines)
-        found.append((begun, body if literal else _double(Reader(body, begun), subs, ""), literal))
+        bodies.append((begun, body if literal else _double(Reader(body, begun), subs, ""), literal))
     reader.pending.clear()
-    return found
+    return bodies
 
 
 def _word(reader: Reader, subs: list[tuple[int, str]]) -> tuple[str, bool]:
@@ -201,8 +201,8 @@ def _word(reader: Reader, subs: list[tuple[int, str]]) -> tuple[str, bool]:
     quoted = plain = False
     while reader.at < len(reader.text):
         here = reader.text[reader.at]
-        if out and (found := _PLACEHOLDER.match(reader.text, reader.at)):
-            out.append(reader.take(found.end() - found.start()))
+        if out and (match := _PLACEHOLDER.match(reader.text, reader.at)):
+            out.append(reader.take(match.end() - match.start()))
             continue
         if here in " \t\n;|&)<>" or (here == "(" and not out):
             break
@@ -223,9 +223,9 @@ def _word(reader: Reader, subs: list[tuple[int, str]]) -> tuple[str, bool]:
             reader.take()
             out.append(_double(reader, subs))
             plain = True
-        elif found := _ANSI_C.match(reader.text, reader.at):
-            reader.take(found.end() - found.start())
-            out.append(found[1])
+        elif match := _ANSI_C.match(reader.text, reader.at):
+            reader.take(match.end() - match.start())
+            out.append(match[1])
             plain = True
         elif here == "\\" and not _escaped(reader):
             reader.take()
@@ -424,7 +424,7 @@ def _nested(
             there = literal and not late
             inner = replace(place, started_by=by, around=around, per_node=there or place.per_node)
             yield from _commands(Reader(word, command.line, late=not there), inner)
-    runs = any(one in WORDS["shells"] or one in LAUNCHERS for one in names)
+    runs = any(program in WORDS["shells"] or program in LAUNCHERS for program in names)
     for line, body, literal in bodies:
         if runs or _WRITES & {*names}:
             there = literal and not late
@@ -436,9 +436,9 @@ def _nested(
 def starters(command: Command, words: Sequence[str]) -> tuple[str, ...]:
     """Return the launchers and containers that start the command after `words` of `command`, outermost first."""
     names = (posixpath.basename(word) for word in words)
-    found = command.started_by + tuple(one for one in names if one in LAUNCHERS | CONTAINERS)
+    programs = command.started_by + tuple(program for program in names if program in LAUNCHERS | CONTAINERS)
     pyxis = any(word.startswith("--container-image") for word in words)
-    return tuple(dict.fromkeys((*found, "pyxis") if pyxis else found))
+    return tuple(dict.fromkeys((*programs, "pyxis") if pyxis else programs))
 
 
 def _made(
@@ -453,10 +453,10 @@ def _made(
         options = word in ("export", "declare", "local", "readonly", "typeset", "env")
         if options or wrapped or word in WORDS["keywords"] or (word.endswith(")") and "(" not in word):
             continue
-        if found := ASSIGNMENT.match(word):
-            value = word[found.end() :]
+        if match := ASSIGNMENT.match(word):
+            value = word[match.end() :]
             parts = tuple(value[1:].split("\0")) if value.startswith("\0") else (value,)
-            assignments.append((found[1] + ("+" if found[3] else ""), parts))
+            assignments.append((match[1] + ("+" if match[3] else ""), parts))
         else:
             break
     rest = words[at:]
@@ -483,11 +483,11 @@ class Variables:
         out: list[str] = []
         for word in words:
             whole = _WHOLE.fullmatch(word)
-            found = self._of(whole[1], depth) if whole else None
-            if found is None:
+            values = self._of(whole[1], depth) if whole else None
+            if values is None:
                 out.append(_PART.sub(partial(self._fill, depth), word))
                 continue
-            for value in found:
+            for value in values:
                 out += _WORDS.findall(value) if not value.startswith("$(") else [value]
         return out
 
@@ -495,18 +495,18 @@ class Variables:
         name = match[1] or match[2]
         if match[0] not in self._recursive:
             self._recursive[match[0]] = match[0] in " ".join(self._words.get(name, ()))
-        found = None if self._recursive[match[0]] else self._of(name, depth)
-        return match[0] if found is None else " ".join(found)
+        values = None if self._recursive[match[0]] else self._of(name, depth)
+        return match[0] if values is None else " ".join(values)
 
     def _of(self, name: str, depth: int) -> list[str] | None:
         """Return the words of a variable, None if it is unknown or exceeds a limit."""
         if name not in self._words or depth >= _DEEPEST_VALUE:
             return None
         if (name, depth) not in self._known:
-            found = self.expanded(self._words[name], depth + 1)
-            self._known[name, depth] = found, sum(len(word) + 1 for word in found)
-        found, size = self._known[name, depth]
+            values = self.expanded(self._words[name], depth + 1)
+            self._known[name, depth] = values, sum(len(word) + 1 for word in values)
+        values, size = self._known[name, depth]
         if size > _LONGEST_VALUE or size > self._left:
             return None
         self._left -= size
-        return found
+        return values

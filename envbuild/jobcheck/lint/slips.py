@@ -105,7 +105,7 @@ def of_directives(script: ParsedScript) -> Iterator[Found]:
             yield Found("option-unknown", line, f"--{option}", level="" if alike else "hint")  # or a plugin's
     asked = [(line, words, words[0].partition("=")[0]) for line, words in own]
     for number, (line, words, option) in enumerate(asked):
-        if option in _SINGLE and any(one[2] == option and one[1] != words for one in asked[number + 1 :]):
+        if option in _SINGLE and any(row[2] == option and row[1] != words for row in asked[number + 1 :]):
             yield Found("directive-repeated", line, option)
             break
     last = max((command.line for command in script.commands), default=0)
@@ -121,34 +121,34 @@ def of_directives(script: ParsedScript) -> Iterator[Found]:
 
 def of_shell(script: ParsedScript) -> Iterator[Found]:
     """Find missing line continuations, options after the program, and unset variables under set -u."""
-    for before, one in pairwise(script.commands):
-        option = "".join(one.words[:1]).partition("=")[0]
-        begins = _OPTION.fullmatch(option) and script.lines[one.line - 1].lstrip().startswith(option)
+    for before, then in pairwise(script.commands):
+        option = "".join(then.words[:1]).partition("=")[0]
+        begins = _OPTION.fullmatch(option) and script.lines[then.line - 1].lstrip().startswith(option)
         # Behind an operator it is a condition of [[ … ]], before a parenthesis a pattern of `case`.
-        if begins and not (one.file or one.started_by) and one.end not in (")", "|") and len(before.end) < 2:
-            yield Found("line-not-continued", one.line, option)
+        if begins and not (then.file or then.started_by) and then.end not in (")", "|") and len(before.end) < 2:
+            yield Found("line-not-continued", then.line, option)
             break
         alone = before.program == "srun" and all(re.match(r"--?[a-z]", word) for word in before.words[1:])
-        split = alone and before.end == "\n" and before.words[1:] and TRAINS.fullmatch(one.program)
+        split = alone and before.end == "\n" and before.words[1:] and TRAINS.fullmatch(then.program)
         if split and not (before.file or before.started_by):
-            yield Found("line-not-continued", one.line, one.program)
+            yield Found("line-not-continued", then.line, then.program)
             break
         # A setting of Hydra, or the rest of a list of folders: no program has such a name.
-        rest = _SETTING.match("".join(one.words[:1])) if not (one.file or one.started_by) else None
-        if rest and len(before.end) < 2 and script.lines[one.line - 1].lstrip().startswith(rest[0]):
-            yield Found("line-not-continued", one.line, rest[0])
+        rest = _SETTING.match("".join(then.words[:1])) if not (then.file or then.started_by) else None
+        if rest and len(before.end) < 2 and script.lines[then.line - 1].lstrip().startswith(rest[0]):
+            yield Found("line-not-continued", then.line, rest[0])
             break
-    for one, two in pairwise(script.commands):
-        shell = two.program in _SHELLS or (two.program.startswith("python") and two.words[1:] in ((), ("-",)))
-        piped = one.program in _FETCHES and one.end == "|" and shell
-        read = two.program in _FETCHES and one.end == "(" and one.program in _SHELLS
-        text = one.words[-1] if one.program in _SHELLS and "-c" in one.words else ""
+    for command, then in pairwise(script.commands):
+        shell = then.program in _SHELLS or (then.program.startswith("python") and then.words[1:] in ((), ("-",)))
+        piped = command.program in _FETCHES and command.end == "|" and shell
+        read = then.program in _FETCHES and command.end == "(" and command.program in _SHELLS
+        text = command.words[-1] if command.program in _SHELLS and "-c" in command.words else ""
         if piped or read or re.match(r"\$\((?:curl|wget) ", text):
-            level: Literal["", "hint"] = "hint" if guarded(script, one.line) else ""
-            yield Found("remote-code", one.line, (two if read else one).program, level=level)
+            level: Literal["", "hint"] = "hint" if guarded(script, command.line) else ""
+            yield Found("remote-code", command.line, (then if read else command).program, level=level)
     for launch in script.launches:
         names = WORDS["torchrun_options"] | {name.replace("-", "") for name in WORDS["torchrun_options"]}
-        wrong = [name for name in launch.options if not any(one.startswith(name) for one in names)]
+        wrong = [name for name in launch.options if not any(option.startswith(name) for option in names)]
         plain = [name for name in wrong if re.fullmatch(r"[a-z][a-z\d.-]*", name) and launch.program == "torchrun"]
         for name in plain[:1]:
             yield Found("option-misplaced", script.where(name.replace("-", "_"), launch.command.line), f"--{name}")
@@ -186,8 +186,8 @@ def of_lines(script: ParsedScript) -> Iterator[Found]:
     text = "\n".join(line for line in script.lines if not line.startswith("#"))
     requeue = script.facts.requeue if script.facts else frozenset()
     saves = requeue and real and re.search("snapshot|checkpoint|resume", text, re.I)
-    said = {word for _, words in script.directives for word in words}
-    if saves and said and not said & requeue:
+    options = {word for _, words in script.directives for word in words}
+    if saves and options and not options & requeue:
         yield Found("requeue", script.directives[0][0])
 
 
@@ -197,8 +197,8 @@ def of_comments(script: ParsedScript) -> Iterator[Found]:
     if not script.directives:
         yield from (Found("directive-comment", *row) for row in spaced[: len(spaced) > 1])
         return
-    told = {word.partition("=")[0] for _, words in script.directives for word in words[:1]}
-    alone = [row for row in spaced if row[1].partition("=")[0] not in told]
+    options = {word.partition("=")[0] for _, words in script.directives for word in words[:1]}
+    alone = [row for row in spaced if row[1].partition("=")[0] not in options]
     yield from (Found("directive-comment", *row, level="hint") for row in alone[:1])
     for number in range(1, script.directives[-1][0] + 8):
         match = _MARKER.match(script.lines[number - 1]) if number <= len(script.lines) else None
@@ -218,12 +218,12 @@ def of_placeholders(script: ParsedScript) -> Iterator[Found]:
         text = " ".join(words)
         given = [text for option in _NAMED for text in option_values(words, option)]
         gaps = [match[0] for match in (_GAPS.search(f" {text} "), _MAILS.search(text)) if match]
-        found = [*gaps, *(word for word in given if _NAMES.fullmatch(word) or _WORDS.search(word))]
-        for word in found[:1]:  # {name} is what a program fills in
+        placeholders = [*gaps, *(word for word in given if _NAMES.fullmatch(word) or _WORDS.search(word))]
+        for word in placeholders[:1]:  # {name} is what a program fills in
             filled = re.match(r"\W*\{\{|\{\w+\}", word.strip()) and not given
             level: Literal["", "hint"] = "hint" if filled else ""
             yield Found("placeholder", line, word.strip(), level=level)
-    for number, text in script.told:
+    for number, text in script.code_lines:
         if (match := _GAPS.search(text)) and not _EXAMPLES.search(text):
             level = "hint" if match[0].startswith("{{") else ""
             yield Found("placeholder", number, match[match.lastindex or 0].strip(), level=level)
@@ -231,13 +231,13 @@ def of_placeholders(script: ParsedScript) -> Iterator[Found]:
         if command.file or command.program in _PRINTS or command.program in _QUOTES - {"python"}:
             continue
         texts = [text for text in command.texts if not _EXAMPLES.search(text)]
-        found = [text for text in texts if len(text) < _LONGEST and (_WORDS.search(text) or _MAILS.search(text))]
+        placeholders = [text for text in texts if len(text) < _LONGEST and (_WORDS.search(text) or _MAILS.search(text))]
         if match := _BARE_WORDS.search(" ".join(texts)):
-            found.append(match[0])
+            placeholders.append(match[0])
         folder = "".join(command.words[1:]) if command.program == "cd" else ""
         if re.fullmatch(r"[A-Z]+(?:_[A-Z]+)+", folder) and _FOLDERS.search(folder):
-            found.append(folder)
-        for text in found[:1]:
+            placeholders.append(folder)
+        for text in placeholders[:1]:
             yield Found("placeholder", script.where(text, command.line), text)
 
 
@@ -286,7 +286,7 @@ def of_assignments(script: ParsedScript) -> Iterator[Found]:
 def _started(words: tuple[str, ...]) -> str:
     """Return the program that a launcher starts: the first word that is neither an option nor an option's value."""
     pairs = pairwise(words)
-    return next((two for one, two in pairs if two[:1] != "-" and (one[:1] != "-" or "=" in one)), "")
+    return next((word for before, word in pairs if word[:1] != "-" and (before[:1] != "-" or "=" in before)), "")
 
 
 def of_operators(script: ParsedScript) -> Iterator[Found]:
@@ -301,9 +301,9 @@ def of_operators(script: ParsedScript) -> Iterator[Found]:
             continue
         for name in (match[1] for match in names if match):
             held = script.held.get(name, ())[-_MOST:]
-            found = [match for text in held if (match := _OPERATOR.search(text)) and "$(" not in text]
-            if found and len(found) == len(held):
-                yield Found("operator-quoted", command.line, found[0][1])
+            matches = [match for text in held if (match := _OPERATOR.search(text)) and "$(" not in text]
+            if matches and len(matches) == len(held):
+                yield Found("operator-quoted", command.line, matches[0][1])
                 return
 
 
@@ -329,8 +329,8 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
     defined = {command.function for command in script.commands}
     outside = (_FROM_SITE if option_set(script, NOUNSET) else _FROM_OUTSIDE).match  # -u ends the job
     elsewhere = sets_elsewhere(script)
-    told = set(_TOLD.findall(script.code))
-    others = {name.lower() for name in script.values} - script.values.keys() - told
+    mentioned = set(_TOLD.findall(script.code))
+    others = {name.lower() for name in script.values} - script.values.keys() - mentioned
     squeezed = {name.replace("_", "").rstrip("S"): name for name in script.values if name.isupper()}
     commented = set(_COMMENTED.findall(script.text)) - set(script.values)
     commented = {name for name in commented if not (GIVEN.fullmatch(name) or _FROM_OUTSIDE.match(name))}
@@ -367,19 +367,19 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
             elif read in others and own.lower() != read and not read.endswith("_proxy"):
                 others.remove(read)
                 yield Found("variable-case", script.where(match[0], command.line), read)
-            elif unset and len(read) > 4 and read not in told and own != read and not outside(read):
+            elif unset and len(read) > 4 and read not in mentioned and own != read and not outside(read):
                 seen.add(read)
                 alike = [name for name in script.values if _is_misspelt(read, name)]
                 level: Literal["warning", "hint"] = "warning" if alike and read.islower() else "hint"
                 yield Found("variable-unset", script.where(match[0], command.line), read, level=level)
 
 
-def _is_misspelt(one: str, two: str) -> bool:
-    """Return whether two names differ in a letter, or in one that the longer has."""
-    if len(one) == len(two):
-        pairs = [(a, b) for a, b in zip(one, two, strict=True) if a != b]
+def _is_misspelt(name: str, other: str) -> bool:
+    """Return whether two names differ in one letter, which the shorter name may lack."""
+    if len(name) == len(other):
+        pairs = [(a, b) for a, b in zip(name, other, strict=True) if a != b]
         return len(pairs) == 1 and "".join(pairs[0]).isalpha()
-    short, long = sorted((one, two), key=len)
+    short, long = sorted((name, other), key=len)
     return any(short == long[:at] + long[at + 1 :] and long[at].isalpha() for at in range(len(long)))
 
 

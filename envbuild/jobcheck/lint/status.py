@@ -63,24 +63,24 @@ def _told_status(script: ParsedScript) -> Iterator[Found]:
 def _outer_status(script: ParsedScript) -> Iterator[Found]:
     stops, pipes = option_set(script, ERREXIT), option_set(script, PIPEFAIL)
     top = _here(script)
-    at = max((number for number, one in enumerate(top) if starts_training(one) or _kept(script, one)), default=-1)
+    at = max((n for n, command in enumerate(top) if starts_training(command) or _kept(script, command)), default=-1)
     if at < 0 or (script.kind == "shell" and not (script.launches or script.everywhere)):
         return
-    others = [one for one in top[:at] if one.background and one.words[:2] == top[at].words[:2]]
+    others = [command for command in top[:at] if command.background and command.words[:2] == top[at].words[:2]]
     if script.facts and others and not top[at].background and not re.search("wait|xargs|parallel", script.text):
         yield Found("ends-early", others[0].line, level="warning")
         return
-    for one, two in pairwise(top[:at]):
-        if one.program == "echo" and _FAILED.search(" ".join(one.words)) and two.words in (("exit",), ("exit", "0")):
-            level: Literal["", "hint"] = "" if two.words[1:] else "hint"
-            yield Found("status-lost", two.line, "exit 0 after an error", level=level)
+    for echo, then in pairwise(top[:at]):
+        if echo.program == "echo" and _FAILED.search(" ".join(echo.words)) and then.words in (("exit",), ("exit", "0")):
+            level: Literal["", "hint"] = "" if then.words[1:] else "hint"
+            yield Found("status-lost", then.line, "exit 0 after an error", level=level)
             return
     end = top[at].line
     while end < len(script.lines) and script.lines[end - 1].endswith("\\"):
         end += 1
     after = [command for command in top[at + 1 :] if command.words and command.line > end]
     # What follows an exit outside of conditions never runs.
-    exits = (n for n, one in enumerate(after, 1) if re.fullmatch(r"exit\s*", script.lines[one.line - 1]))
+    exits = (n for n, command in enumerate(after, 1) if re.fullmatch(r"exit\s*", script.lines[command.line - 1]))
     after = after[: next(exits, len(after))]
     quiet = all(command.program in _MESSAGES or command.program in ("conda", "deactivate", "exit") for command in after)
     piped_group = re.search(r"\}\s*\|", "\n".join(script.lines[top[at].line - 1 :]))  # its reader waits
@@ -91,8 +91,8 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
         after.pop()
     then = top[at + 1] if at + 1 < len(top) else top[at]
     hidden = top[at].end == "||" and then.program in (_MESSAGES | {"true", ":"})
-    told = [command.program in _MESSAGES for command in top[at + 1 : at + 3]] == [True, True]  # && echo … || echo …
-    hidden = hidden or (told and (top[at].end, then.end) == ("&&", "||"))
+    both = [command.program in _MESSAGES for command in top[at + 1 : at + 3]] == [True, True]  # && echo … || echo …
+    hidden = hidden or (both and (top[at].end, then.end) == ("&&", "||"))
     piped = then if hidden or (top[at].end in ("|", "|&") and not pipes) else None
     ends = [command for command in after if command.line == after[-1].line and not stops]
     last = piped or (ends[0] if ends else None)
@@ -114,8 +114,8 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
     fails = any(
         command.program in ("exit", "return") and (command.words[1:2] or ("0",)) != ("0",) for command in top[at + 1 :]
     )
-    bare = [two for two in after if two.words == ("wait",)]
-    if fails and top[at].background and bare and not any(two.program == "wait" and two.words[1:] for two in after):
+    bare = [command for command in after if command.words == ("wait",)]
+    if fails and top[at].background and bare and not any(step.program == "wait" and step.words[1:] for step in after):
         yield Found("status-lost", bare[0].line, "wait, which is 0")
         return
     trapped = any(
@@ -124,8 +124,8 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
         if command.program == "trap"
     )
     if not (fails and (asked or not piped)) and not trapped:
-        said = script.kind == "shell" and not (piped or script.everywhere) and last.program in _MESSAGES
-        yield Found("status-lost", last.line, last.program, level="hint" if said else "")
+        reported = script.kind == "shell" and not (piped or script.everywhere) and last.program in _MESSAGES
+        yield Found("status-lost", last.line, last.program, level="hint" if reported else "")
 
 
 def _here(script: ParsedScript) -> list[Command]:
@@ -139,31 +139,31 @@ def _here(script: ParsedScript) -> list[Command]:
 
 def _last_step(script: ParsedScript) -> Iterator[Found]:
     """Find programs of any name, the last ones of a script, whose exit code a message or a pipe hides."""
-    rows = [one for one in _here(script) if one.words and not _ASKED.search(script.lines[one.line - 1])]
-    exits = (n for n, one in enumerate(rows, 1) if re.match(r"exit\b", script.lines[one.line - 1]))
+    rows = [command for command in _here(script) if command.words and not _ASKED.search(script.lines[command.line - 1])]
+    exits = (n for n, command in enumerate(rows, 1) if re.match(r"exit\b", script.lines[command.line - 1]))
     rows = rows[: next(exits, len(rows))]
     by_hand = script.kind == "shell" and not (script.launches or any(map(is_plain_training, rows)))
-    if by_hand or option_set(script, ERREXIT) or script.submits or any(one.program == "trap" for one in rows):
+    if by_hand or option_set(script, ERREXIT) or script.submits or any(command.program == "trap" for command in rows):
         return
     defined: dict[str, list[Command]] = {}
     for command in script.commands:
         if command.function and command.words and not command.captured:
             defined.setdefault(command.function, []).append(command)
-    works = [n for n, one in enumerate(rows) if any(map(_is_work, defined.get(one.program, [one])))]
+    works = [n for n, command in enumerate(rows) if any(map(_is_work, defined.get(command.program, [command])))]
     if not works:
         return
     step, after = rows[works[-1]], rows[works[-1] + 1 :]
-    inside = [one for one in defined.get(step.program, []) if not _ASKED.search(script.lines[one.line - 1])]
-    behind = [one for n, one in enumerate(inside) if any(map(_is_work, inside[:n]))]
-    told = after or (behind if behind and not _is_work(behind[-1]) else [])
-    between = "\n".join(script.lines[(step if after else inside[0]).line - 1 : told[-1].line]) if told else ""
-    ends = [one for one in told if one.program in ("exit", "return")]
-    kept = bool(_BRANCH.search(between)) or any(one.words[1:2] not in ((), ("0",)) or len(told) == 1 for one in ends)
+    inside = [command for command in defined.get(step.program, []) if not _ASKED.search(script.lines[command.line - 1])]
+    behind = [command for n, command in enumerate(inside) if any(map(_is_work, inside[:n]))]
+    tail = after or (behind if behind and not _is_work(behind[-1]) else [])
+    between = "\n".join(script.lines[(step if after else inside[0]).line - 1 : tail[-1].line]) if tail else ""
+    ends = [command for command in tail if command.program in ("exit", "return")]
+    kept = bool(_BRANCH.search(between)) or any(end.words[1:2] not in ((), ("0",)) or len(tail) == 1 for end in ends)
     batch: Literal["", "hint"] = "" if script.facts and (script.gpus or script.trains) and after else "hint"
     kept |= step.background or step.end in ("&&", "||") or (step.end in ("|", "|&") and option_set(script, PIPEFAIL))
-    kept |= bool(told) and (told[-1].program.startswith("-") or _ENDS_WITH.match(" ".join(told[-1].words)) is not None)
-    if told and not kept:
-        yield Found("status-lost", told[-1].line, told[-1].program, level=batch)
+    kept |= bool(tail) and (tail[-1].program.startswith("-") or _ENDS_WITH.match(" ".join(tail[-1].words)) is not None)
+    if tail and not kept:
+        yield Found("status-lost", tail[-1].line, tail[-1].program, level=batch)
 
 
 def _is_work(command: Command) -> bool:
@@ -205,10 +205,10 @@ def _inner_status(script: ParsedScript) -> Iterator[Found]:
                 yield Found("status-lost", command.line, "tee")
                 return
     inner = [command for command in script.commands if command.around and not (command.file or command.function)]
-    for around, group in groupby(inner, key=lambda one: one.around):
+    for around, group in groupby(inner, key=lambda command: command.around):
         row = list(group)
-        at = max((number for number, one in enumerate(row) if starts_training(one)), default=-1)
-        first = next((one for one in row[: max(at, 0)] if is_plain_training(one)), None)
+        at = max((number for number, command in enumerate(row) if starts_training(command)), default=-1)
+        first = next((command for command in row[: max(at, 0)] if is_plain_training(command)), None)
         after = row[at + 1 :]
         options = [word for command in row if command.program == "set" for word in command.words[1:]]
         stops = any(re.match(r"-[a-z]*e|errexit", word) for word in options) or "-ec" in around
@@ -219,9 +219,9 @@ def _inner_status(script: ParsedScript) -> Iterator[Found]:
         # The commands of $(…) in the training's own words follow it in the list.
         if at < 0 or not after or "$(" in " ".join(row[at].words):
             continue
-        said = not stops and row[at].end in (";", "\n") and all(command.program in _MESSAGES for command in after)
-        if (row[at].end in ("|", "|&") and not pipes) or said:
-            last = after[-1] if said else after[0]
+        reported = not stops and row[at].end in (";", "\n") and all(command.program in _MESSAGES for command in after)
+        if (row[at].end in ("|", "|&") and not pipes) or reported:
+            last = after[-1] if reported else after[0]
             whole_text = " ".join(last.words)
             text = whole_text if script.where(whole_text, 0) else last.words[-1]  # its quotes can be lost
             yield Found("status-lost", script.where(text, row[at].line), last.program)
@@ -259,13 +259,13 @@ def _first_of_two(script: ParsedScript) -> Iterator[Found]:
         return
     if option_set(script, ERREXIT):
         return
-    programs = [one for one in script.commands if one in runs or is_program(one, _FIRST_STEPS) or _is_script(one)]
-    for one, two in pairwise(programs):
-        between = "\n".join(script.lines[one.line - 1 : two.line])
+    programs = [step for step in script.commands if step in runs or is_program(step, _FIRST_STEPS) or _is_script(step)]
+    for step, then in pairwise(programs):
+        between = "\n".join(script.lines[step.line - 1 : then.line])
         parted = re.search(r"^\s*(?:else|elif|fi|esac|done|;;|\))", between, re.MULTILINE) or _CHECKS.search(between)
-        if one.end in ("\n", ";") and not parted:
-            level = by_hand if one in runs else "hint"
-            yield Found("status-lost", one.line, f"the run in line {two.line}", level=level)
+        if step.end in ("\n", ";") and not parted:
+            level = by_hand if step in runs else "hint"
+            yield Found("status-lost", step.line, f"the run in line {then.line}", level=level)
             return
 
 
