@@ -237,8 +237,6 @@ RISES = "import os\nfor i in 1, 2, 3: print('loss:', i)\nopen('out.txt', 'w').wr
     ("change", "wanted", "seen"),
     [
         ({}, [], ""),
-        ({"imports": ("own_package.train",)}, ["imports"], "own_package.train on rank 0: ModuleNotFoundError"),
-        ({"command": "python -c 'raise SystemExit(3)'"}, ["command"], "exit codes [3]"),
         (
             {
                 "command": "",
@@ -248,18 +246,18 @@ RISES = "import os\nfor i in 1, 2, 3: print('loss:', i)\nopen('out.txt', 'w').wr
             [],
             "",
         ),
-        ({"command": "", "script": "own.py", "script_text": "raise SystemExit(3)"}, ["command"], "exit codes [3]"),
         (
             {"expect": ExpectTable(metric="loss: (.+)", trend="falls", file="gone.txt")},
             ["command"],
             "the metric does not fall: 1 -> 3; gone.txt is missing or empty",
         ),
     ],
-    ids=["nothing", "import", "exit code", "script", "script's exit code", "metric and file"],
+    ids=["nothing", "script", "metric and file"],
 )
 def test_the_recipes_own_code_is_judged(
     change: dict[str, Any], wanted: list[str], seen: str, subject: Subject, tmp_path: Path
 ) -> None:
+    """Exit codes: tests/unit/test_user_code.py, and those of a script in test_project.py."""
     expect = ExpectTable(metric="loss: ([0-9]+)", trend="rises", last=">= 3", file="out.txt")
     own = VerifySettings(
         nodes=1, trainer=False, direct=("numpy",), command=shlex.join(["python", "-c", RISES]), expect=expect

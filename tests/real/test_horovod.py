@@ -1,4 +1,4 @@
-"""The recipe `horovod` in a .sif, trained with on a real Slurm: Horovod's steps are DistributedDataParallel's.
+"""The recipe `horovod` in a .sif, trained with on a real Slurm: Horovod's steps are those of one process.
 
 Its layer is compiled against the lock's torch, once, and kept (`keep_layer`), in a fifth of the time: without the
 compiler's optimization (-O3 in the recipe), Horovod's own sources as one, with fewer of torch's headers.
@@ -101,12 +101,25 @@ def test_the_layer_is_in_the_image_and_is_built_once(
     keep_layer(session_store, "horovod")
 
 
-def test_two_nodes_of_two_ranks_take_the_steps_of_ddp_and_resume(horovod: dict[str, Any], jobs: Jobs) -> None:
+def run_alone(image: Path, folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the trainer in the image, as one process."""
+    environment = load_environment({**os.environ, "ENVBUILD_STORE": str(folder / "store")})
+    with runtime_for(open_image_file(image), None, environment).open(folder) as launch:
+        line, env = launch("/opt/env/bin/python", ["-m", "ddp_train", *words], {"OMP_NUM_THREADS": "1", **variables})
+        return subprocess.run(line, env=dict(env), capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def test_two_nodes_of_two_ranks_take_the_steps_of_one_process_and_resume(
+    horovod: dict[str, Any], jobs: Jobs, tmp_path: Path
+) -> None:
+    """As the ranks of DistributedDataParallel do: tests/real/test_trainer.py."""
     common = ("1", "--model", "cnn", "--dataset_size", "256")
     kept = str(jobs.cluster.shared / "kept.pt")
     by_horovod = ("--strategy", "horovod", "--name", "hvd")
-    theirs = jobs.submit(horovod["path"], "--name", "ddp", arguments=("3", *common))
     first = jobs.submit(horovod["path"], *by_horovod, arguments=("1", *common, "--checkpoint_path", kept))
+    whole = ("--batch_size", str(4 * 32), "--report", "report.json")
+    alone = run_alone(Path(horovod["path"]), tmp_path, "3", *common, *whole)
+    assert alone.returncode == 0, alone.stderr
     begun = jobs.ended(first, "hvd").report["losses"]
     arguments = ("3", *common, "--checkpoint_path", kept, "--bandwidth", "0.2")
     second = jobs.ended(jobs.submit(horovod["path"], *by_horovod, arguments=arguments), "hvd")
@@ -118,18 +131,14 @@ def test_two_nodes_of_two_ranks_take_the_steps_of_ddp_and_resume(horovod: dict[s
     assert {rank["sys_prefix"] for rank in report["ranks"]} == {"/opt/env"}
     assert all(check["ok"] for rank in report["ranks"] for check in rank["allreduce"])
     assert len({rank["parameters_digest"] for rank in report["ranks"]}) == 1
-    expected = [one["loss"] for one in jobs.trained(jobs.ended(theirs, "ddp"))["losses"]]
+    expected = [one["loss"] for one in json.loads((tmp_path / "report.json").read_text())["losses"]]
     assert [one["loss"] for one in begun + report["losses"]] == pytest.approx(expected, rel=1e-4)
 
 
 def test_ranks_that_would_train_alone_are_refused(horovod: dict[str, Any], tmp_path: Path) -> None:
     """Two ranks are started as by mpirun, and this Horovod, built without MPI, knows nothing of each other."""
-    environment = load_environment({**os.environ, "ENVBUILD_STORE": str(tmp_path / "store")})
-    ranks = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    with runtime_for(open_image_file(Path(horovod["path"])), None, environment).open(tmp_path) as launch:
-        words = ["-m", "ddp_train", "1", "1", "--strategy", "horovod"]
-        line, variables = launch("/opt/env/bin/python", words, ranks)
-        done = subprocess.run(line, env=dict(variables), capture_output=True, text=True, timeout=LIMIT_S)
+    ranks = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    done = run_alone(Path(horovod["path"]), tmp_path, "1", "1", "--strategy", "horovod", **ranks)
     assert done.returncode != 0
     assert "2 ranks were started and Horovod sees 1" in done.stderr and "without MPI" in done.stderr
     assert not (tmp_path / "snapshot.pt").exists()
