@@ -89,17 +89,8 @@ def base(
     )
     command = Command(folder, {"ENVBUILD_STORE": str(session_store), **docker_daemon.environment()})
     command.json("docker", "base", "--no-verify", "--target", "cpu-x86_64")
-    docker(
-        "build",
-        "-t",
-        "cleared:1",
-        "-",
-        input="FROM base:cpu-x86_64\nRUN rm -r /opt/env; ln -sf true /usr/bin/apt-get\n",
-    )
-    container = docker("create", "cleared:1", "true").strip()
-    docker("export", "-o", folder / "all.tar", container)
-    docker("rm", container)
-    docker("import", "--change", "CMD bash", folder / "all.tar", BASE)
+    changes = 'RUN rm -r /opt/env; ln -sf true /usr/bin/apt-get\nENV PATH=/usr/bin:/bin VIRTUAL_ENV=""\nCMD ["bash"]\n'
+    docker("build", "-t", BASE, "-", input=f"FROM base:cpu-x86_64\n{changes}")
     return BASE
 
 
@@ -161,10 +152,8 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]
 
 
 @pytest.fixture(scope="module")
-def build(
-    docker: Callable[..., str], base: str, index: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., str]:
-    """Build an image in a copy of what the Dockerfiles read; returns docker's output."""
+def checkout(index: tuple[str, Path], session_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what the Dockerfiles read, with pt_cpu's verification shortened, and a recipe with source layers."""
     address, folder = index
     context = tmp_path_factory.mktemp("checkout")
     without = shutil.ignore_patterns("__pycache__")
@@ -174,33 +163,35 @@ def build(
         shutil.copy(REPOSITORY / name, context / name)
     with (context / "recipes/pt_cpu/recipe.toml").open("a") as recipe:
         recipe.write(QUICK)
-    # As pt_cpu, with two layers from source, the second built with the first.
-    layered = context / "recipes/layered"
-    shutil.copytree(context / "recipes/pt_cpu", layered)
+    # Without torch, and with two layers from source, the second built with the first.
     greet, caller = (sources.pack(name, folder / "files") for name in ("greet", "caller"))
+    layers = LAYERS.format(index=f"https://{address}", greet=greet, caller=caller)
+    layered = make_recipe(context / "recipes", "layered", ["tqdm==4.70.1"], extra=layers)
     (layered / "greet.patch").write_text("--- a/COPYING\n+++ b/COPYING\n@@ -0,0 +1 @@\n+patched for the lab\n")
-    text = (layered / "recipe.toml").read_text().replace('"pt_cpu"', '"layered"')
-    lock = layered / "cpu-x86_64.requirements.txt"
-    lock.write_text(lock.read_text().replace("pt_cpu", "layered"))
-    (layered / "recipe.toml").write_text(text + LAYERS.format(index=f"https://{address}", greet=greet, caller=caller))
+    done = Command(context, {"ENVBUILD_STORE": str(session_store)})("lock", "layered", "--target", "cpu-x86_64")
+    assert done.returncode == 0, done.stderr
+    return context
+
+
+@pytest.fixture(scope="module")
+def build(docker: Callable[..., str], base: str, index: tuple[str, Path], checkout: Path) -> Callable[..., str]:
+    """Build an image of the checkout; returns docker's output."""
+    _, folder = index
     secrets = [f"--secret=id={name},src={folder / file}" for name, file in (("pip_conf", "pip.conf"), ("ca", "ca.pem"))]
 
     def run(file: str, tag: str, **arguments: str) -> str:
         given = [f"--build-arg={name}={value}" for name, value in {"BASE": base, **arguments}.items()]
         line = ["build", "--progress=plain", "--network=host", "-f", file, "-t", tag, *given, *secrets, "."]
-        return docker(*line, cwd=context)
+        return docker(*line, cwd=checkout)
 
     return run
 
 
-def assert_trains(docker: Callable[..., str], image: str) -> None:
-    """Two ranks train in the image, and its packages are those of pt_cpu's lock."""
-    line = ("torchrun", "--nproc-per-node", "2", "-m", "ddp_train", "2", "1", "--backend", "gloo")
-    assert "Loss: " in docker("run", "--rm", image, *line)
-    lock = parse((REPOSITORY / "recipes/pt_cpu/cpu-x86_64.requirements.txt").read_text(), "lock")
+def assert_locked(docker: Callable[..., str], image: str, lock: str) -> None:
+    """The image has the packages of a lock, and the trainer."""
     versions = json.loads(docker("run", "--rm", image, "python", "-c", VERSIONS).splitlines()[-1])
     assert versions.pop("ddp-train", versions.pop("ddp_train", None))
-    assert {name.replace("_", "-"): version for name, version in versions.items()} == lock.versions
+    assert {name.replace("_", "-"): version for name, version in versions.items()} == parse(lock, "lock").versions
 
 
 def assert_nowhere(docker: Callable[..., str], image: str, folder: Path, *secrets: str) -> None:
@@ -221,12 +212,14 @@ def test_pt_cpu_is_verified_in_the_build_and_no_secret_is_left(
 ) -> None:
     output = build("Dockerfile.cpu", "pt_cpu:file")
     assert re.search(r"verified: .* in [\d.]+ s", output) and PASSWORD not in output
-    assert_trains(docker, "pt_cpu:file")
+    line = ("torchrun", "--nproc-per-node", "2", "-m", "ddp_train", "2", "1", "--backend", "gloo")
+    assert "Loss: " in docker("run", "--rm", "pt_cpu:file", *line)
+    assert_locked(docker, "pt_cpu:file", (REPOSITORY / "recipes/pt_cpu/cpu-x86_64.requirements.txt").read_text())
     assert_nowhere(docker, "pt_cpu:file", tmp_path, PASSWORD, MARKER)
 
 
 def test_source_layers_are_built_in_the_first_stage_of_dockerfile_gpu(
-    build: Callable[..., str], docker: Callable[..., str], base: str
+    build: Callable[..., str], docker: Callable[..., str], base: str, checkout: Path
 ) -> None:
     """NVIDIA's images cannot be had here: a recipe for CPUs and the lab's base stand in."""
     build("Dockerfile.gpu", "layered:file", BUILD_BASE=base, RECIPE="layered", TARGET="cpu-x86_64")
@@ -235,4 +228,4 @@ def test_source_layers_are_built_in_the_first_stage_of_dockerfile_gpu(
     assert "patched for the lab" in licence
     variables = json.loads(docker("inspect", "--type", "image", "layered:file"))[0]["Config"]["Env"]
     assert {"NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"} <= set(variables)
-    assert_trains(docker, "layered:file")
+    assert_locked(docker, "layered:file", (checkout / "recipes/layered/cpu-x86_64.requirements.txt").read_text())
