@@ -3112,6 +3112,15 @@ def test_an_exception_that_lets_other_ranks_wait_comes_before_the_time_limit() -
         "297.7s: flux-shell[6]: stderr: flux-shell: ERROR: flux_reactor_run: No such file or directory",
         "WARNING - xFormers can't load C++/CUDA extensions. xFormers was built for:",
         'docker: Error response from daemon: starting container process caused "exit status 34": unknown',
+        "n1:1:1 [0] NCCL INFO MNNVL 1 cliqueId 7ffe cliqueSize 8 cliqueRank 3",
+        "n1:1:1 [0] NCCL INFO comm 0x1 rank 1 nRanks 2 nNodes 1 localRanks 2 localRank 1 MNNVL 0",
+        "ErrorCode:DCGM_FR_IMEX_UNHEALTHY GPU:0 IMEX daemon status is -3 (not READY)",
+        "switch/nvidia_imex: nvidia-caps-imex-channels major device not found, plugin disabled",
+        "Domain State: UP",
+        "cuMemCreate failed: 2",
+        "cuMemImportFromShareableHandle: imported 3 handles",
+        "error asserting ComputeDomain Ready: context canceled",
+        "computedomain.resource.nvidia.com/ddp created",
     ],
 )
 def test_a_line_without_a_reason_or_with_a_way_on_claims_no_cause(line: str) -> None:
