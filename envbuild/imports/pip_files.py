@@ -323,9 +323,13 @@ _SETTINGS = {"extras", "editable", "path", "file", "index", "git", "ref", "subdi
 def read_setup(path: Path) -> Iterator[Statement]:
     """Yield the statements of the call of setup() in a setup.py; values that are no literals are named."""
     try:
-        tree = ast.parse(text_of(path))
-    except (SyntaxError, ValueError) as error:
-        raise UsageError(f"{path}: not Python 3: {error}", "write its install_requires to requirements.txt") from None
+        yield from list(_of_setup(path, ast.parse(text_of(path))))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two for deep expressions
+        why = str(error) or "its expressions are too deep"
+        raise UsageError(f"{path}: not Python 3: {why}", "write its install_requires to requirements.txt") from None
+
+
+def _of_setup(path: Path, tree: ast.Module) -> Iterator[Statement]:
     values, given, text = _assigned(tree), list[tuple[str, ast.expr]](), text_of(path)
     files = [name for name in re.findall(r"""['"]([\w./-]+\.(?:txt|in))['"]""", text) if (path.parent / name).is_file()]
     computed = _COMPUTED.format(" or ".join(dict.fromkeys(files)) or "the file that has it")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote
@@ -189,7 +190,8 @@ _RELEASES = tuple(f"{major}.{minor}.{patch}" for major in (1, 2) for minor in ra
 def _accepted(torch: Collection[SpecifierSet], versions: str) -> Iterator[str]:
     """Yield the releases of torch within `versions` that all specifiers accept; local versions do not count."""
     specifiers = [SpecifierSet(re.sub(r"[+][^,;]*", "", str(specifier))) for specifier in (*torch, versions)]
-    yield from (release for release in _RELEASES if all(release in specifier for specifier in specifiers))
+    with suppress(ValueError):  # of int() for thousands of digits
+        yield from (release for release in _RELEASES if all(release in specifier for specifier in specifiers))
 
 
 def _earlier(torch: Collection[SpecifierSet]) -> list[str]:

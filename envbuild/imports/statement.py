@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from packaging.markers import InvalidMarker, Marker, UndefinedComparison, UndefinedEnvironmentName
+from packaging.markers import Marker
 from packaging.requirements import InvalidRequirement, Requirement
-from packaging.specifiers import InvalidSpecifier, Specifier, SpecifierSet
-from packaging.version import InvalidVersion, Version
+from packaging.specifiers import Specifier, SpecifierSet
+from packaging.version import Version
 
 from envbuild.base.errors import RecipeError, UsageError
 from envbuild.base.files import read_small
@@ -102,7 +102,7 @@ def for_linux(marker: str, places: Iterable[tuple[str, str]] | None = None) -> b
             parsed.evaluate(LINUX | dict(zip(names, (arch, python, f"{python}.9"), strict=True)))
             for arch, python in (linux_places() if places is None else places)
         )
-    except (InvalidMarker, UndefinedComparison, UndefinedEnvironmentName):
+    except ValueError:  # of packaging.markers, and of int() for thousands of digits
         return True
 
 
@@ -220,7 +220,8 @@ class Draft:
     @property
     def text(self) -> str:
         """The recipe file."""
-        comment = textwrap.fill(self.warning, 100, initial_indent="# ", subsequent_indent="# ")
+        plain = "".join(character if character.isprintable() else "?" for character in self.warning)
+        comment = textwrap.fill(plain, 100, initial_indent="# ", subsequent_indent="# ")
         return (f"{comment}\n" if comment else "") + table_text(self.data)
 
     def loaded(self, path: Path) -> LoadedRecipe:
@@ -258,7 +259,7 @@ def python_version(kept: Collection[Statement], given: Iterable[Statement], lose
             # Any patch release counts: ">=3.11.4" accepts 3.11.
             fitting = [python for python in accepted if any(f"{python}.{patch}" in specifiers for patch in range(40))]
             is_old = not fitting and any(f"{older}.{patch}" in specifiers for older in _OLD for patch in range(40))
-        except (InvalidSpecifier, ValueError):
+        except ValueError:  # InvalidSpecifier is one
             fitting, is_old = [], False
         if is_old:  # the oldest one has most of the wheels of that time
             accepted = sorted(accepted, key=PYTHONS.index)
@@ -321,7 +322,7 @@ def _newest(specifiers: Iterable[Specifier]) -> Version | None:
     for specifier in specifiers:
         try:
             release = [*Version(specifier.version.removesuffix(".*")).release]
-        except InvalidVersion:
+        except ValueError:  # InvalidVersion is one, and the error of int() for thousands of digits
             continue
         if specifier.operator in ("==", "===") and not specifier.version.endswith(".*"):
             limits.append(Version(".".join(map(str, release))))

@@ -233,6 +233,8 @@ def index_age_problem(text: str) -> str | None:
 def _parse_problem(text: str) -> str | None:
     from packaging.requirements import Requirement
 
+    if re.search(r"\d{1000}", text):  # int() refuses some thousand, when a version is compared
+        return "a number in it has 1000 digits or more"
     try:
         Requirement(text)
     except ValueError as problem:
