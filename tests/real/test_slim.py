@@ -32,7 +32,8 @@ def test_a_slim_image_is_verified_and_trains_bit_equal_to_the_full_environment(
     shutil.copytree(REPOSITORY / "recipes/pt_cpu", recipe)
     with (recipe / "recipe.toml").open("a") as stream:
         stream.write(SLIM + QUICK)
-    made = envbuild.json("enroot", "pt_cpu", "--locked", "--no-bytecode", "--out", "slim.sqsh")
+    line = ("enroot", "pt_cpu", "--locked", "--no-bytecode", "--verify", "quick", "--out", "slim.sqsh")
+    made = envbuild.json(*line)
     receipt = json.loads(Path(made["receipt"]).read_text())
     assert receipt["slim"] == {"rules": 1, "gpus": [], "debug": True, "files": ["include", "static", "tests"]}
     installed = next(check["evidence"] for check in receipt["checks"] if check["name"] == "installed")

@@ -134,7 +134,7 @@ def crowded(draw: st.DrawFn) -> Stack:
     return stack
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(st.one_of(stacks(), crowded(), crowded()), st.lists(st.integers(0, len(CONTENTS) - 1), min_size=1, max_size=24))
 def test_what_unsquashfs_unpacks_is_what_we_merged(stack: Stack, kinds: list[int]) -> None:
     """From any number of threads, from segments made now or kept, the same bytes."""

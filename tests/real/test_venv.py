@@ -13,7 +13,7 @@ from typing import Any
 
 import jsonschema
 
-from .conftest import REPOSITORY, Command, link_tree
+from .conftest import REPOSITORY, Command, link_store, link_tree
 
 CHECKS = {
     "installed",
@@ -42,6 +42,11 @@ CHECKS = {
     "command",
     "restart",
 }
+
+
+def patience_s() -> float:
+    """The longest time without a sign of life on a terminal: 10 s, more on a busy machine."""
+    return 10 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def test_the_receipt_lists_every_check_with_evidence(pt_cpu: dict[str, Any]) -> None:
@@ -76,39 +81,21 @@ def test_the_log_of_a_build_is_short_and_ends_with_a_summary(pt_cpu: dict[str, A
     assert summary["checks"].startswith("23 checks passed, 2 not tried") and " wheels" in summary["reused"]
 
 
-def test_two_builds_have_one_digest_and_a_terminal_shows_the_build(envbuild: Command, pt_cpu: dict[str, Any]) -> None:
-    words = ("venv", "pt_cpu", "--no-verify", "--out", "elsewhere with späce/venv", "--offline")
+def test_a_second_build_has_the_same_digest_shows_its_progress_and_runs_after_a_move(
+    pt_cpu: dict[str, Any], session_store: Path, tmp_path: Path
+) -> None:
     # With an empty cache uv unpacks the wheels. Linking them takes 0.2 s, and shorter steps are not drawn.
-    cache = Path(envbuild.env["ENVBUILD_STORE"], "uv")
-    aside = cache.rename(cache.with_name("uv-aside"))
-    try:
-        other, seen = envbuild.on_terminal(*words)
-    finally:
-        shutil.rmtree(cache, ignore_errors=True)
-        aside.rename(cache)
-    assert max(map(len, seen.lines())) <= 80 and seen.longest_pause < 10
+    store = link_store(session_store, tmp_path / "store")
+    command = Command(tmp_path, {"ENVBUILD_STORE": str(store)})
+    words = ("venv", "pt_cpu", "--no-verify", "--out", "elsewhere with späce/venv", "--offline")
+    other, seen = command.on_terminal(*words)
+    assert max(map(len, seen.lines())) <= 80 and seen.longest_pause < patience_s()
     assert any(re.search(r" installing \d+ wheels +\d:\d\d", line) for line in seen.lines()), seen.lines()
     assert other["digest"] == pt_cpu["digest"] and other["receipt"] is None
     assert other["built"] and not other["verified"]
-
-
-def test_a_moved_venv_still_runs(envbuild: Command, pt_cpu: dict[str, Any], tmp_path: Path) -> None:
-    envbuild.json("venv", "pt_cpu", "--no-verify", "--out", "one", "--offline")
-    shutil.move(tmp_path / "one", tmp_path / "two")
-    done = subprocess.run([tmp_path / "two" / "bin" / "torchrun", "--help"], capture_output=True, text=True)
+    shutil.move(other["path"], tmp_path / "moved")
+    done = subprocess.run([tmp_path / "moved/bin/torchrun", "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "--nproc-per-node" in done.stdout
-
-
-def test_an_extra_package_means_building_again(envbuild: Command, pt_cpu: dict[str, Any], tmp_path: Path) -> None:
-    envbuild.json("venv", "pt_cpu", "--no-verify", "--out", "v", "--offline")
-    info = tmp_path / "v/lib/python3.11/site-packages/extra-1.0.dist-info"
-    info.mkdir()
-    assert envbuild.json("venv", "pt_cpu", "--no-verify", "--out", "v", "--offline")["built"]
-    assert not info.exists()
-    lost = tmp_path / "v/lib/python3.11/site-packages/numpy/version.py"
-    lost.unlink()
-    done = envbuild("venv", "pt_cpu", "--no-verify", "--out", "v", "--offline")
-    assert f"{lost.relative_to(tmp_path / 'v')} changed since the build" in done.stderr and lost.exists()
 
 
 def test_faults_are_survived_in_another_world_through_a_link_and_no_secret_of_the_environment_is_kept(
@@ -121,7 +108,7 @@ def test_faults_are_survived_in_another_world_through_a_link_and_no_secret_of_th
     given = tmp_path / "home" / "venv"
     secret = "s3cr3t-t0ken"
     (place := tmp_path / "a$$b $local_rank").mkdir()  # torchrun would read that as names
-    world = ("--nodes=3", "--nproc-per-node=1", "--epochs=2")
+    world = ("--nodes=2", "--nproc-per-node=1", "--epochs=2")
     done, seen = command.on_terminal(
         "verify",
         given,
@@ -134,11 +121,14 @@ def test_faults_are_survived_in_another_world_through_a_link_and_no_secret_of_th
         TORCH_DISTRIBUTED_DEBUG="DETAIL",
         GLOO_DEVICE_TRANSPORT="TCP_TLS",  # each alone ended the ranks
     )
-    assert not [line for line in seen.lines() if len(line) > 80 and " " in line.strip()] and seen.longest_pause < 10
-    assert any(line.startswith("  node 2: epoch 1/") and " loss " in line for line in seen.lines()), seen.lines()
+    assert (
+        not [line for line in seen.lines() if len(line) > 80 and " " in line.strip()]
+        and seen.longest_pause < patience_s()
+    )
+    assert any(line.startswith("  node 1: epoch 1/") and " loss " in line for line in seen.lines()), seen.lines()
     assert done["passed"] and done["path"] == str(given)
     page = tmp_path / "there/venv.report.html"
-    assert "3 simulated nodes × 1 rank" in page.read_text()
+    assert "2 simulated nodes × 1 rank" in page.read_text()
     for file in (Path(done["receipt"]), venv / "envbuild.json", page):
         assert secret not in file.read_text()
     assert secret not in json.dumps(done) + seen.output.decode()
