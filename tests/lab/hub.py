@@ -1,11 +1,11 @@
 """An image of the same shape as PyTorch's on Docker Hub: Python and torch under /opt/conda, gzip layers with Docker's
 media types, /workspace, bash. Made of Debian's Python, moved, and of wheels, since no registry can be reached here.
+It has no bytecode, which would take as long as all else.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,7 @@ from envbuild.image.model import (
     canonical,
     parse,
 )
-from envbuild.interpreter import read_python
 from envbuild.layers.base import locked_files
-from envbuild.layers.bytecode import compiler_of, with_bytecode
 from envbuild.layers.trainer import load_trainer
 from envbuild.layers.wheel import Scheme, wheel_tree
 from envbuild.layers.wheels import locate
@@ -59,7 +57,6 @@ def hub_image(blobs: Blobs, variables: dict[str, str]) -> tuple[ImageManifest, l
     wheels, _ = locate(prepared.plan, load_trainer(), environment, False)
     layers = [write_layer(with_parents(_on_progress(base), _TIME), blobs)]
     files: Tree = _chain(wheel_tree(w.path, _Scheme("opt/conda", "3.11"), _TIME) for w in wheels)
-    files = with_bytecode(files, compiler_of(read_python(sys.executable)), ["opt/conda/lib"], _TIME)
     layers.append(write_layer(with_parents(files, _TIME), blobs))
     config = canonical(_config(layers))
     blobs.add(config)
