@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import posixpath
 import tempfile
 import warnings
@@ -37,6 +38,8 @@ _SPOOL = 16 << 20
 # Of torch: C++ headers, which conda-forge has in another package, and torch's own tests. No test wants them, and they
 # are five of six files and a tenth of the bytes that the tests of conda environments and images handle.
 _LEFT_OUT = ("torch/include/", "torch/test/", "torch/bin/test_")
+# Of torch for the architecture that is not this machine's, which nothing starts: a third of a gigabyte.
+_LEFT_OUT_ELSEWHERE = ("torch/lib/libtorch_cpu.so",)
 _CHUNK = 1 << 20
 
 
@@ -54,6 +57,8 @@ def wheel_package(channel: Path, wheel: Path, subdir: str) -> str:
     _, version, _, tags = parse_wheel_filename(wheel.name)
     pure = all(tag.platform == "any" for tag in tags)
     with _LeanWheel.open(wheel) as source:
+        if PLATFORMS[subdir] != os.uname().machine:
+            source.left_out = _LEFT_OUT + _LEFT_OUT_ELSEWHERE
         headers = HeaderParser().parsestr(source.read_dist_info("METADATA"))
         name = conda_name(headers["Name"])
         depends = _depends(headers.get_all("Requires-Dist", []), subdir)
@@ -120,10 +125,12 @@ def _license(expression: str | None, text: str | None) -> str:
 
 
 class _LeanWheel(WheelFile):
-    """A wheel without _LEFT_OUT."""
+    """A wheel without the paths that begin with one of `left_out`."""
+
+    left_out: tuple[str, ...] = _LEFT_OUT
 
     def get_contents(self) -> Iterator[WheelContentElement]:
-        return (item for item in super().get_contents() if not item[0][0].startswith(_LEFT_OUT))
+        return (item for item in super().get_contents() if not item[0][0].startswith(self.left_out))
 
 
 class _Destination(WheelDestination):

@@ -21,11 +21,10 @@ from lab.conda_server import Server, serve
 from lab.jobs import Jobs
 from lab.slurm import slurm_cluster
 
-from .conftest import NO_DAEMON, QUICK, REPOSITORY, Command, link_tree
+from .conftest import NO_DAEMON, QUICK, REPOSITORY, Command
 
 FORGE = "https://conda.anaconda.org/conda-forge"
 ARCH = os.uname().machine
-OTHER = "aarch64" if ARCH == "x86_64" else "x86_64"
 TRAIN = ["--standalone", "--nproc-per-node", "1", "-m", "ddp_train", "2", "1"]
 
 
@@ -40,7 +39,7 @@ def recipe(folder: Path, change: tuple[str, str] | None = None) -> Path:
     """pt_cpu as it is shipped, in `folder`/recipes, where its locks may be written."""
     place = folder / "recipes/pt_cpu"
     place.mkdir(parents=True)
-    for name in ("recipe.toml", *(f"cpu-{arch}.requirements.txt" for arch in (ARCH, OTHER))):
+    for name in ("recipe.toml", *(f"cpu-{arch}.requirements.txt" for arch in ("aarch64", "x86_64"))):
         text = (REPOSITORY / "recipes/pt_cpu" / name).read_text()
         if change and name == "recipe.toml":
             assert change[0] in text
@@ -113,18 +112,19 @@ def test_the_environment_is_verified(pt_conda: Site) -> None:
     assert str(pt_conda.command.folder) not in receipt["artifact"]["digest"]
 
 
-def test_it_is_built_from_what_was_pushed_without_any_channel(pt_conda: Site, tmp_path: Path) -> None:
+def test_it_is_built_from_what_was_pushed_without_any_channel(tiny: Site, tmp_path: Path) -> None:
     if (reason := lab_registry.missing()) is not None:
         pytest.skip(reason)
     with lab_registry.registry(tmp_path / "registry") as server:
         settings = tmp_path / "site.toml"
         settings.write_text(f'[registries."{server.address}"]\ninsecure = true\n')
-        tag, line = f"{server.address}/team/pt:conda", {"ENVBUILD_SITE": str(settings)}
-        pt_conda.command.json("push", pt_conda.prefix, tag, **line)
+        tag, line = f"{server.address}/team/tiny:conda", {"ENVBUILD_SITE": str(settings)}
+        tiny.command.json("conda", "tiny", "--locked", "--out", tmp_path / "built")
+        tiny.command.json("push", tmp_path / "built", tag, **line)
         node = Command(tmp_path, {**line, "ENVBUILD_STORE": str(tmp_path / "node"), "PIP_NO_INDEX": "1"})
         made = node.json("pull", tag, "--out", "env", "--no-verify")
-    assert made["digest"] == pt_conda.made["digest"] and made["fetched_bytes"] == made["bytes"]
-    shown = "import torch, sys; print(sys.prefix, torch.ones(2).sum().item())"
+    assert made["digest"] == tiny.made["digest"] and made["fetched_bytes"] == made["bytes"]
+    shown = "import numpy, sys; print(sys.prefix, numpy.ones(2).sum())"
     told = subprocess.run([tmp_path / "env/bin/python", "-c", shown], capture_output=True, text=True, check=True)
     assert told.stdout.split() == [str(tmp_path / "env"), "2.0"]
 
@@ -156,15 +156,15 @@ def test_no_file_of_it_and_no_lock_names_the_mirror(pt_conda: Site) -> None:
         assert json.loads(path.read_text())["url"].startswith(f"{FORGE}/"), path
 
 
-def test_verify_sees_what_was_changed_in_it(pt_conda: Site, tmp_path: Path) -> None:
+def test_verify_sees_what_was_changed_in_it(tiny: Site, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
-    shutil.copytree(pt_conda.prefix, copy, symlinks=True)
+    shutil.copytree(tiny.prefix, copy, symlinks=True)
     packages = copy / "lib/python3.11/site-packages"
-    (packages / "tqdm/std.py").write_text("raise RuntimeError\n")
+    (packages / "numpy/version.py").write_text("raise RuntimeError\n")
     (packages / "stray.py").write_text("")
-    done = pt_conda.command("verify", copy, "--nodes", "1", "--nproc-per-node", "1", "--epochs", "2")
+    done = tiny.command("verify", copy)
     assert done.returncode == 5
-    assert "tqdm/std.py" in done.stderr and "stray.py" in done.stderr
+    assert "numpy/version.py" in done.stderr and "stray.py" in done.stderr
 
 
 def test_inspect_and_diff_know_its_packages(pt_conda: Site, tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def conda_images(tmp_path_factory: pytest.TempPathFactory, pt_conda: Site) -> di
     place = recipe(folder, ("[targets.cpu-x86_64]", f'environment = "conda"\n{QUICK}\n[targets.cpu-x86_64]'))
     shutil.copy(pt_conda.lock, place)
     command = Command(folder, {**pt_conda.command.env, **NO_DAEMON})
-    files = [command.json("enroot", "pt_cpu"), command.json("apptainer", "pt_cpu", "--no-verify")]
+    files = [command.json("enroot", "pt_cpu", "--verify", "quick"), command.json("apptainer", "pt_cpu", "--no-verify")]
     return {"command": command, "files": files}
 
 
@@ -308,26 +308,6 @@ def test_a_squashfs_of_conda_packages_is_verified(conda_images: dict[str, Any]) 
     assert receipt["passed"]
     seen = {check["name"]: check["status"] for check in receipt["checks"]}
     assert seen["installed"] == "pass"
-
-
-def test_images_of_conda_packages_are_the_same_from_another_store(
-    tiny: Site, session_store: Path, tmp_path: Path
-) -> None:
-    other = {"ENVBUILD_STORE": str(tmp_path / "store")}
-    # Packages need not be fetched again; all layers are made anew.
-    link_tree(session_store / "blobs", tmp_path / "store/blobs")
-    for kind in ("docker", "enroot"):
-        made = []
-        for name, env in (("one", {}), ("two", other)):
-            place = tmp_path / f"{kind}-{name}"
-            out = f"oci:{place}" if kind == "docker" else f"{place}.sqsh"
-            line = (kind, "tiny", "--target", f"cpu-{OTHER}", "--no-verify", "--out", out)
-            made.append(tiny.command.json(*line, **env)["digest"])
-        assert made[0] == made[1], kind
-    about = tiny.command.json("inspect", f"oci:{tmp_path / 'docker-one'}")
-    assert about["platform"] == ("linux/arm64" if OTHER == "aarch64" else "linux/amd64")
-    subdirs = {package["subdir"] for package in about["conda_packages"]}
-    assert subdirs - {"noarch"} == {"linux-aarch64" if OTHER == "aarch64" else "linux-64"}
 
 
 def test_the_environment_and_the_images_hold_the_same(conda_images: dict[str, Any], pt_conda: Site) -> None:
@@ -352,26 +332,21 @@ def test_a_container_of_conda_packages_is_verified_and_holds_what_the_environmen
 
 
 def test_apptainer_runs_torchrun_of_the_conda_environment(
-    conda_images: dict[str, Any], real_apptainer: Apptainer, tmp_path: Path
+    conda_images: dict[str, Any], real_apptainer: Apptainer
 ) -> None:
-    sif = conda_images["files"][1]["path"]
-    clean = ["--userns", "--cleanenv", "--no-home", "--pwd", "/workspace"]
-    done = real_apptainer("exec", *clean, "--bind", f"{tmp_path}:/workspace", sif, "torchrun", *TRAIN)
-    assert done.returncode == 0, done.stderr
+    clean = ["--userns", "--cleanenv", "--no-home"]
+    done = real_apptainer("exec", *clean, conda_images["files"][1]["path"], "torchrun", "--help")
+    assert done.returncode == 0 and "--nproc-per-node" in done.stdout, done.stderr
 
 
-def test_a_job_of_the_environment_trains_on_two_nodes(pt_conda: Site, tmp_path: Path) -> None:
+def test_a_job_of_the_environment_trains_on_two_nodes_from_their_own_disks(pt_conda: Site, tmp_path: Path) -> None:
     if reason := slurm.missing():
         pytest.skip(reason)
     with slurm_cluster(tmp_path / "cluster", share=[pt_conda.prefix]) as cluster:
         jobs = Jobs(cluster)
-        jobs.write_site()
-        shared = jobs.submit(pt_conda.prefix, ranks=1)
         # Each node has a /tmp of its own.
         jobs.write_site('[stage]\ndir = "/tmp"\n')
         staged = jobs.submit(pt_conda.prefix, "--preflight", "--exact", "--name", "staged", ranks=1)
-        report = jobs.trained(jobs.ended(shared), ranks=1)
-        assert {rank["sys_prefix"] for rank in report["ranks"]} == {str(pt_conda.prefix)}
         ended = jobs.ended(staged, "staged")
         report = jobs.trained(ended, ranks=1)
         assert {rank["sys_prefix"] for rank in report["ranks"]} == {f"/tmp/envbuild-{os.getuid()}/{ended.run.name}-0"}

@@ -197,7 +197,7 @@ def test_two_environments_of_one_plan_have_one_digest_and_a_moved_one_is_not_cur
     assert not conda.is_current(lab.folder / "moved", one)
 
 
-@pytest.mark.parametrize("name", ["with blanks in it", "prä fix", "x" * 140])
+@pytest.mark.parametrize("name", ["prä fix with blanks", "x" * 140])
 def test_programs_run_wherever_the_environment_is(lab: Lab, conda_channel: Channel, name: str) -> None:
     wheel = script_wheel(lab.folder / "wheels")
     pip = replace(lab.pip, find_links=(str(wheel.parent),))
@@ -234,30 +234,32 @@ def test_bytecode_is_compiled_with_the_places_path(lab: Lab, conda_channel: Chan
     assert all(b".env.envbuild-" not in path.read_bytes() for path in compiled)
 
 
-@pytest.mark.parametrize(
-    ("change", "named"), [("altered", "altered"), ("removed", "missing"), ("added", "unowned"), ("link", "altered")]
-)
-def test_the_survey_names_the_file_that_is_not_as_locked(
-    lab: Lab, conda_channel: Channel, change: str, named: str
-) -> None:
+def test_the_survey_names_the_file_that_is_not_as_locked(lab: Lab, conda_channel: Channel) -> None:
     state = lab.build(plan_of(conda_channel))
     place = lab.folder / "env"
-    file = place / "lib/python3.11/site-packages/labtool.py"
-    if change == "altered":
-        file.unlink()
-        file.write_text("import os\n")
-    elif change == "removed":
-        file.unlink()
-    elif change == "added":
-        file = file.with_name("foreign.py")
-        file.write_text("")
-    else:
-        file = place / "share/labdata/default.conf"
-        file.unlink()
-        file.symlink_to("elsewhere")
-    found = surveyed(place)
-    assert getattr(found.files, named) == [str(file.relative_to(place))]
-    assert not as_built(state, found)
+    packages = place / "lib/python3.11/site-packages"
+    module, foreign, link = packages / "labtool.py", packages / "foreign.py", place / "share/labdata/default.conf"
+    content, target = module.read_bytes(), link.readlink()
+
+    def check_named(kind: str, file: Path) -> None:
+        found = surveyed(place)
+        assert getattr(found.files, kind) == [str(file.relative_to(place))]
+        assert not as_built(state, found)
+
+    module.unlink()
+    check_named("missing", module)
+    module.write_text("import os\n")
+    check_named("altered", module)
+    module.write_bytes(content)
+    foreign.write_text("")
+    check_named("unowned", foreign)
+    foreign.unlink()
+    link.unlink()
+    link.symlink_to("elsewhere")
+    check_named("altered", link)
+    link.unlink()
+    link.symlink_to(target)
+    assert as_built(state, surveyed(place))
 
 
 def test_what_pip_installs_or_removes_later_is_seen_quickly(lab: Lab, conda_channel: Channel) -> None:
@@ -415,14 +417,27 @@ def test_packages_are_located_in_the_plans_order_and_once(
 # ---- the store
 
 
-@pytest.mark.parametrize(
-    "damage", ["edited", "cut", "removed", "mode", "no folder", "no stamp", "other stamp", "more", "same stat"]
-)
+DAMAGES = ("edited", "cut", "removed", "mode", "no folder", "no stamp", "other stamp", "more", "same stat")
+
+
 def test_a_damaged_unpacked_package_never_gets_into_an_environment(
-    lab: Lab, conda_channel: Channel, capsys: pytest.CaptureFixture[str], damage: str
+    lab: Lab, conda_channel: Channel, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Each build heals the store for the next damage."""
     plan, place = plan_of(conda_channel), lab.folder / "env"
     state = lab.build(plan)
+    for damage in DAMAGES:
+        _damage(lab, place, damage)
+        capsys.readouterr()
+        again = lab.build(plan)
+        assert again.digest == state.digest and as_built(again, surveyed(place)), damage
+        assert run(place, "labtool") == "labtool 1.1\n", damage
+        said = "damaged in the store" if damage != "other stamp" else "damaged (wrong sha256)"
+        assert (said in capsys.readouterr().err) == (damage != "no stamp"), damage
+        assert not conda_cache.damaged(lab.environment.store, plan.conda, {}), damage
+
+
+def _damage(lab: Lab, place: Path, damage: str) -> None:
     file = lab.unpacked("labtool") / "site-packages" / "labtool.py"
     if damage == "edited":  # in place, through the hard link in an environment
         with (place / "lib/python3.11/site-packages/labtool.py").open("r+") as stream:
@@ -446,13 +461,6 @@ def test_a_damaged_unpacked_package_never_gets_into_an_environment(
         os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
     else:
         file.with_name("foreign.py").write_text("")
-    capsys.readouterr()
-    again = lab.build(plan)
-    assert again.digest == state.digest and as_built(again, surveyed(place))
-    assert run(place, "labtool") == "labtool 1.1\n"
-    said = "damaged in the store" if damage != "other stamp" else "damaged (wrong sha256)"
-    assert (said in capsys.readouterr().err) == (damage != "no stamp")
-    assert not conda_cache.damaged(lab.environment.store, plan.conda, {})
 
 
 def test_a_damaged_archive_in_the_store_is_fetched_again(
@@ -484,7 +492,7 @@ def test_two_builds_at_once_share_a_store(web: Lab, conda_channel: Channel, cond
         assert not surveyed(web.folder / name).files.missing
 
 
-@pytest.mark.parametrize("after", [0.3, 0.6, 1.0, 1.6, 2.4])
+@pytest.mark.parametrize("after", [0.6, 1.0, 1.8])
 def test_after_kill_9_the_next_build_works(web: Lab, conda_channel: Channel, after: float) -> None:
     child = start(web, "env")
     time.sleep(after)
@@ -534,8 +542,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-@pytest.mark.parametrize("where", ["place", "store"])
-@pytest.mark.parametrize("size", ["1m", "8m", "24m"])
+@pytest.mark.parametrize(("where", "size"), [("place", "1m"), ("place", "24m"), ("store", "8m")])
 def test_a_full_disk_is_said_and_the_old_environment_stays(
     web: Lab, conda_channel: Channel, where: str, size: str
 ) -> None:

@@ -47,7 +47,7 @@ from envbuild.layers.segment_cache import SegmentCache
 from envbuild.layers.wheel import WheelFile
 from envbuild.store.store import Store
 
-from .conftest import NO_DAEMON, Command
+from .conftest import NO_DAEMON, Command, link_tree
 from .test_conda import conda_recipe, site
 from .test_docker_out import run, under_qemu
 
@@ -310,15 +310,22 @@ def config_of(layout: Path) -> dict[str, Any]:
     return found
 
 
-def test_an_image_of_another_architecture_runs_and_needs_no_python_of_debians(at_site: Command, tmp_path: Path) -> None:
-    """Made with nothing emulated; only this test runs its code."""
+def test_an_image_of_another_architecture_runs_has_no_python_of_debians_and_is_the_same_from_another_store(
+    at_site: Command, session_store: Path, tmp_path: Path
+) -> None:
+    """Made with nothing emulated; only this test runs its code. A .sqsh has the same layers: see above."""
     conda_recipe(tmp_path, ["numpy", "labtool"])
     line = ["docker", "tiny", "--target", "cpu-aarch64", "--out", "oci:image"]
     done = at_site(*line, "--json")
     assert done.returncode == 0, done.stderr
     assert "not activated in the image: variables that conda's scripts of labtool set" in done.stderr
-    again = at_site.json(*line)
+    # Packages need not be fetched again; all layers are made anew.
+    link_tree(session_store / "blobs", tmp_path / "store/blobs")
+    again = at_site.json(*line[:-1], "oci:again", ENVBUILD_STORE=str(tmp_path / "store"))
     assert again["digest"] == json.loads(done.stdout)["digest"]
+    about = at_site.json("inspect", "oci:image")
+    assert about["platform"] == "linux/arm64"
+    assert {package["subdir"] for package in about["conda_packages"]} - {"noarch"} == {"linux-aarch64"}
     environment = config_of(tmp_path / "image")["config"]["Env"]
     assert {"CONDA_PREFIX=/opt/env", "CONDA_DEFAULT_ENV=/opt/env", "PYTHONNOUSERSITE=1"} <= set(environment)
     assert not [text for text in environment if text.startswith("VIRTUAL_ENV")]
