@@ -135,14 +135,14 @@ class WheelTables:
         with suppress(OSError, ValueError):
             return read_note(place)
         with self.client.open(self.url()) as stream, zipfile.ZipFile(stream) as wheel:
-            found = [(match[1], info) for info in wheel.infolist() if (match := _LIBRARY.fullmatch(info.filename))]
+            libraries = [(match[1], info) for info in wheel.infolist() if (match := _LIBRARY.fullmatch(info.filename))]
             metadata = next((name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")), None)
             head = wheel.read(metadata).decode(errors="replace").partition("\n\n")[0] if metadata else ""
         fields = {
             "filename": self.filename,
-            "libraries": {path: [info.filename, info.compress_size] for path, info in found},
+            "libraries": {path: [info.filename, info.compress_size] for path, info in libraries},
             "torch": list(_requirements_of_torch(head)),
-            "date": max(("{:04}-{:02}-{:02}".format(*info.date_time) for _, info in found), default=""),
+            "date": max(("{:04}-{:02}-{:02}".format(*info.date_time) for _, info in libraries), default=""),
         }
         with suppress(EnvbuildError, OSError):  # a read-only store only costs time
             self.store.folder("symbols", self.sha256)
@@ -267,10 +267,10 @@ class Extensions:
 
     def findings(self, *, suggest: bool = False) -> list[CompatFinding]:
         """Judge each extension; with `suggest`, name the newest release that fits in place of one that does not."""
-        found = []
+        findings = []
         for package in self._extensions() if "torch" in self._packages else ():
             judged = None
-            with step(f"reading the symbols of {package.name} {package.version}", told=True):
+            with step(f"reading the symbols of {package.name} {package.version}", printed=True):
                 try:
                     judged = self._judge(self._wheel(package), self._wheel(self._packages["torch"]))
                     if judged and judged.status == "bad" and suggest:
@@ -281,8 +281,8 @@ class Extensions:
                         judged = self._unknown(package, error)
                 except _UNREADABLE as error:
                     judged = judged or self._unknown(package, error)
-            found += [judged] if judged else []
-        return found
+            findings += [judged] if judged else []
+        return findings
 
     def _unknown(self, package: LockedPackage, error: Exception) -> CompatFinding:
         torch = self._packages["torch"].version
@@ -317,9 +317,9 @@ class Extensions:
         for sha256 in package.hashes:
             with suppress(OSError, ValueError, KeyError):
                 place = self.environment.store.root / "symbols" / sha256
-                found = sha256, str(read_note(place / _NOTE)["filename"])
+                wheel = sha256, str(read_note(place / _NOTE)["filename"])
                 self.environment.store.note_use(place, place)
-                return found
+                return wheel
         return None
 
     def _wheel(self, package: LockedPackage) -> WheelTables:
@@ -336,8 +336,8 @@ class Extensions:
 
     def _located(self, package: LockedPackage) -> tuple[str, str, str]:
         """Return sha256, file name and URL of the locked wheel. Raises RequestFailed."""
-        wanted = WantedWheel(package.name, package.version, frozenset(package.hashes))
-        if path := local_wheel(wanted, self._folders, self.environment.store, []):
+        wheel = WantedWheel(package.name, package.version, frozenset(package.hashes))
+        if path := local_wheel(wheel, self._folders, self.environment.store, []):
             return self.environment.store.file_digest(path), path.name, path.absolute().as_uri()
         for sha256 in package.hashes:
             if sha256 in self._urls and not self.offline:
@@ -408,12 +408,12 @@ class Extensions:
             bad += [*self._absent(path, elf, libraries, torch), *newer]
             unknown += uncertain
         try:
-            found = self._missing(judged, libraries, torch)
+            symbols = self._missing(judged, libraries, torch)
         except _TooMuch:
             if not bad:
                 raise
-            found = {}
-        for path, (_, missing) in found.items():
+            symbols = {}
+        for path, (_, missing) in symbols.items():
             if missing:
                 more = f" and {len(missing) - 1} more symbols" if len(missing) > 1 else ""
                 bad.append(f"{_shown(path)} needs {_demangled(missing[0])}{more}, which torch {torch.version} lacks")
@@ -424,7 +424,7 @@ class Extensions:
             unknown += uncertain
         status: Status = "bad" if bad else "unknown" if unknown else "good"
         files = f"{len(judged)} file{'' if len(judged) == 1 else 's'}"
-        needs = f"{sum(number for number, _ in found.values())} symbols that {files} of it need"
+        needs = f"{sum(number for number, _ in symbols.values())} symbols that {files} of it need"
         bad[2:] = [f"and {len(bad) - 2} more"] if len(bad) > 2 else []
         texts = {
             "good": f"{wheel} loads with torch {torch.version}, which has the {needs}",
@@ -441,15 +441,15 @@ class Extensions:
         """Return the number of torch's symbols that each of `judged` needs, and those that torch lacks."""
         for every in (False, True) if any(map(_is_heavy, torch.libraries)) else (True,):
             linked = {**self._torch_libraries(torch, every=every), **libraries}
-            found = missing_symbols(_ROOT, linked, self.target.elf_machine, _NoFiles(), _family(), judged)
-            if not any(missing for _, missing in found.values()):
+            symbols = missing_symbols(_ROOT, linked, self.target.elf_machine, _NoFiles(), _family(), judged)
+            if not any(missing for _, missing in symbols.values()):
                 break
-        return found
+        return symbols
 
     def _absent(self, path: str, elf: Elf, own: Mapping[str, Elf], torch: WheelTables) -> Iterator[str]:
         """Yield the libraries of torch and of CUDA that a file needs and no locked wheel has."""
-        have = {posixpath.basename(one) for one in own} | {one.soname for one in own.values()}
-        have |= {posixpath.basename(one) for one in torch.libraries}
+        have = {posixpath.basename(file) for file in own} | {library.soname for library in own.values()}
+        have |= {posixpath.basename(file) for file in torch.libraries}
         for name in elf.needed:
             if name in have:
                 continue
@@ -457,7 +457,7 @@ class Extensions:
                 yield f"{_shown(path)} needs {name}, which torch {torch.version} lacks"
             elif _matches("cuda", name) and name not in self._provided:
                 stem = name.partition(".so")[0]
-                near = [f"{one} ({of})" for one, of in self._provided.items() if one.partition(".so")[0] == stem]
+                near = [f"{file} ({of})" for file, of in self._provided.items() if file.partition(".so")[0] == stem]
                 yield f"{_shown(path)} needs {name}; the lock has {near[0] if near else 'none'}"
 
     def _newer_base(self, path: str, elf: Elf) -> tuple[list[str], list[str]]:
@@ -487,10 +487,10 @@ class Extensions:
             if read == _RELEASES:
                 break
             read += 1
-            link = next(one for one in links if _installs(one, name, version, tags))
+            link = next(candidate for candidate in links if _installs(candidate, name, version, tags))
             wheel = self._tables(name, version, link.filename, link.sha256 or "", functools.partial(str, link.url))
             try:
-                if not all(allows(torch.version, one) is not False for one in wheel.torch if one):
+                if not all(allows(torch.version, specifier) is not False for specifier in wheel.torch if specifier):
                     continue
                 judged = self._judge(wheel, self._wheel(torch))
             except _UNREADABLE as error:
@@ -569,13 +569,13 @@ def _loadable(paths: Iterable[str], python: str, torch: str) -> list[str]:
 def _with_own(judged: Mapping[str, Elf], libraries: Mapping[str, Elf]) -> dict[str, Elf]:
     """Return the judged files and the libraries of their wheel that they load."""
     by_name = {name: path for path, elf in libraries.items() for name in (posixpath.basename(path), elf.soname) if name}
-    found, todo = dict(judged), list(judged)
+    files, todo = dict(judged), list(judged)
     while todo:
         for name in libraries[todo.pop()].needed:
-            if (path := by_name.get(name)) and path not in found:
-                found[path] = libraries[path]
+            if (path := by_name.get(name)) and path not in files:
+                files[path] = libraries[path]
                 todo.append(path)
-    return found
+    return files
 
 
 def _family() -> SymbolFamily:

@@ -59,7 +59,7 @@ class GpuCodeScanner:
         """Call `each` with the entries of every container of CUDA."""
         self._each, self._entries = each, list[CudaEntry]()
         self._base = 0  # position in the file of the data's first byte
-        self.found: Containers = Counter()
+        self.containers: Containers = Counter()
         self.skip = 0
         self._rest = b""
         self._entries_left = 0  # bytes of entries of the current container
@@ -126,7 +126,7 @@ class GpuCodeScanner:
             size = fields[3] if fields[1] == 3 else fields[3] & 0xFFFFFFFF
             begin = _COMPRESSED_HEADS.get(fields[1])
             if begin is None:
-                self.found[(UNREADABLE,)] += 1
+                self.containers[(UNREADABLE,)] += 1
             elif head.size <= size < _FAR:
                 if len(data) - at < min(size, _WINDOW):
                     return at if at > place else None
@@ -149,8 +149,8 @@ class GpuCodeScanner:
             return False
         inner = GpuCodeScanner()
         inner.feed(text)
-        self.found += inner.found
-        return bool(inner.found)
+        self.containers += inner.containers
+        return bool(inner.containers)
 
     def _entry(self, data: bytes, place: int) -> int | None:
         """Return the position after an entry of a container, None if more data is needed."""
@@ -202,7 +202,7 @@ class GpuCodeScanner:
 
     def _container_ends(self) -> None:
         if self._codes:
-            self.found[tuple(sorted(self._codes))] += 1
+            self.containers[tuple(sorted(self._codes))] += 1
         self._codes, self._entries = set(), []
 
 
@@ -217,7 +217,7 @@ def read_gpu_code(stream: IO[bytes], each: Callable[[Sequence[CudaEntry]], None]
         if scanner.skip:
             stream.seek(scanner.skip, 1)
             scanner.skip = 0
-    return scanner.found
+    return scanner.containers
 
 
 _CUDA_CODE = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")

@@ -153,11 +153,11 @@ def run(
     cwd: Path | None = None,
     check: bool = True,
     failure: type[EnvbuildError] = BuildError,
-    what: str | None = None,
+    step: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run `command` to its end and capture both streams.
 
-    With `check`, a non-zero exit raises `failure` with the end of the tool's output; `what` names the step in
+    With `check`, a non-zero exit raises `failure` with the end of the tool's output; `step` names the step in
     the message. An interrupt stops the child and all its children.
     """
     child = start(command, env=env, cwd=cwd)
@@ -169,7 +169,7 @@ def run(
     texts = (stream.decode(errors="replace") for stream in (out, err))
     done = subprocess.CompletedProcess([str(part) for part in command], child.returncode, *texts)
     if check and done.returncode != 0:
-        raise failure(f"{what or Path(command[0]).name} failed ({ending(child.returncode)}):\n{tail(done)}")
+        raise failure(f"{step or Path(command[0]).name} failed ({ending(child.returncode)}):\n{tail(done)}")
     return done
 
 

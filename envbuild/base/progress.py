@@ -146,13 +146,13 @@ _UNSEEN = ("dumb", "unknown", "")
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """Running step or transfer; a transfer `counts` bytes. `told`: the caller has printed its title."""
+    """Running step or transfer; a transfer `counts` bytes. `printed`: the caller has printed its title."""
 
     title: str
     started: float
     total: int | None = None
     counts: bool = False
-    told: bool = False
+    printed: bool = False
     note: Callable[[], str] | None = None
     done: int = 0
     # (time, bytes) of the last seconds, by which the rate is measured.
@@ -237,13 +237,13 @@ class Display:
         *,
         total: int | None = None,
         counts: bool = False,
-        told: bool = False,
+        printed: bool = False,
         note: Callable[[], str] | None = None,
     ) -> Iterator[Task]:
         """Show a task while the context is open. `note` returns lines to show below it."""
-        task = Task(title, self._clock(), total, counts, told, note)
+        task = Task(title, self._clock(), total, counts, printed, note)
         live = self._moves and self.verbosity >= 0
-        if not live and not told:
+        if not live and not printed:
             self.print(f"{title} ({human_size(total)})" if total else title)
         ended = ""
         try:
@@ -254,7 +254,7 @@ class Display:
             raise
         finally:
             self._end(task)
-            if (live and not told) or self.verbosity > 0:
+            if (live and not printed) or self.verbosity > 0:
                 amount = f"{human_size(task.done)} in " if task.done and not ended else ""
                 self.print(f"{task.name} ({ended}{amount}{self._clock() - task.started:.1f} s)")
 
@@ -313,8 +313,8 @@ class Display:
         from rich.table import Column, Table
         from rich.text import Text
 
-        # The caller of a told task printed it: it is shown where nothing else is.
-        tasks = [task for task in self._tasks if not task.told or task.note] or self._tasks[-1:]
+        # A task whose title the caller printed is shown only if there is no other task.
+        tasks = [task for task in self._tasks if not task.printed or task.note] or self._tasks[-1:]
         title = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         grid = Table.grid(title, Column(), padding=(0, 1, 0, 0), expand=True)
         spinner = _SPINNER[int(now / _LIVE_S) % len(_SPINNER)]
@@ -396,14 +396,14 @@ def reuse(kind: str, name: str, there: bool) -> int:
 
 
 @contextmanager
-def step(title: str, *, told: bool = False, note: Callable[[], str] | None = None) -> Iterator[None]:
+def step(title: str, *, printed: bool = False, note: Callable[[], str] | None = None) -> Iterator[None]:
     """Show a long-running step.
 
     A terminal shows it with its time while it runs, the lines of `note()` below it, and prints it with its time when it
-    ends. Elsewhere it is printed when it starts, and again when nothing was printed for 15 s. `told`: the caller has
+    ends. Elsewhere it is printed when it starts, and again when nothing was printed for 15 s. `printed`: the caller has
     printed it.
     """
-    with display().task(title, told=told, note=note):
+    with display().task(title, printed=printed, note=note):
         yield
 
 

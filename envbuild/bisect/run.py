@@ -239,9 +239,9 @@ class Judgement:
 class Bisected:
     """The result of a bisection."""
 
-    wanted: Bisection
+    bisection: Bisection
     groups: Sequence[Group]
-    found: Culprits
+    outcome: Culprits
     tests: Sequence[Judgement]
     packages: int
 
@@ -249,7 +249,7 @@ class Bisected:
         """Return the packages that together make an environment bad; packages in one list could not be tested apart."""
         return [
             [difference for index in sorted(mix) for difference in self.groups[index].members]
-            for mix in self.found.groups
+            for mix in self.outcome.groups
         ]
 
     def of(self, mix: Mix) -> Judgement | None:
@@ -280,19 +280,19 @@ class Bisected:
             for group in self.culprits()
         ]
         return {
-            "recipe": self.wanted.loaded.recipe.name,
-            "target": self.wanted.target.name,
-            "metric": self.wanted.metric,
+            "recipe": self.bisection.loaded.recipe.name,
+            "target": self.bisection.target.name,
+            "metric": self.bisection.metric,
             "packages": self.packages,
             "groups": len(self.groups),
             "builds": len(self.tests),
             "bound": bound(self.packages),
-            "reproduced": self.found.reproduced,
-            "why": self.found.why,
+            "reproduced": self.outcome.reproduced,
+            "why": self.outcome.why,
             "culprits": named,
-            "alone": self.found.alone,
-            "good": row(self.of(self.found.good)) if self.found.reproduced else None,
-            "bad": row(self.of(self.found.bad)) if self.found.reproduced else None,
+            "alone": self.outcome.alone,
+            "good": row(self.of(self.outcome.good)) if self.outcome.reproduced else None,
+            "bad": row(self.of(self.outcome.bad)) if self.outcome.reproduced else None,
             "tests": [row(judgement) for judgement in self.tests],
         }
 
@@ -353,7 +353,7 @@ def _required_by(wheel: Path) -> list[str]:
 class _Lab:
     """The builder and judge of mixed environments in `folder`."""
 
-    wanted: Bisection
+    bisection: Bisection
     environment: Environment
     folder: Path
     log: Log
@@ -369,13 +369,13 @@ class _Lab:
     def plan(self, lock: Lock) -> tuple[Plan, Trainer]:
         """Return the plan of a venv from `lock`, even if it is not the recipe's lock, and its trainer."""
         return prepare(
-            self.wanted.loaded,
-            self.wanted.target,
+            self.bisection.loaded,
+            self.bisection.target,
             self.environment,
             artifact=VENV.name,
             lock=lock,
             locked=True,
-            offline=self.wanted.offline,
+            offline=self.bisection.offline,
             log=self.log,
         )
 
@@ -385,14 +385,14 @@ class _Lab:
         whole = len(mix) in (0, len(self.groups))
         # A build locks the folder around it, and this run holds a lock on `folder` itself.
         path = self.folder / str(len(self.tests)) / "venv"
-        lock = mixed(self.wanted.good, self.differing, moved)
+        lock = mixed(self.bisection.good, self.differing, moved)
         named = {0: "the good lock", len(self.groups): "the bad lock"}.get(
             len(mix), f"{len(moved)} of {len(self.differing)} packages of the bad lock"
         )
         self.log(f"build {len(self.tests) + 1}: {named} …")
         try:
             plan, trainer = self.plan(lock)
-            make_environment(VENV, plan, trainer, self.environment, path, offline=self.wanted.offline, verify=False)
+            make_environment(VENV, plan, trainer, self.environment, path, offline=self.bisection.offline, verify=False)
             state, evidence = self.judge.of(path, plan)
         except (BuildError, VerificationError) as error:
             if whole:

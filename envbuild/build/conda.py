@@ -252,7 +252,7 @@ def _sourced(scripts: list[Path], env: dict[str, str]) -> dict[str, str]:
         ["bash", "--noprofile", "--norc", "-c", _SOURCE, "bash", *scripts],
         env=env,
         failure=HostError,
-        what="the environment's activation (etc/conda/activate.d)",
+        step="the environment's activation (etc/conda/activate.d)",
     )
     pairs = (line.partition("=") for line in done.stdout.split("\0") if "=" in line)
     variables_set = {name: value for name, _, value in pairs}

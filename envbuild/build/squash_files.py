@@ -49,7 +49,7 @@ _BEHIND = 64  # spans whose bytes are not hashed yet
 
 @dataclass(frozen=True, slots=True)
 class SquashTree:
-    """The tree to write, with its segments, made by `maker`, and the `choice` of their blocks.
+    """The tree to write, with its segments, made by `cache`, and the `choice` of their blocks.
 
     `config` is the image's OCI configuration (its JSON object), `definition` the text in place of a definition file,
     `arch` x86_64 or aarch64, `mtime` the time of the file system in seconds since 1970, `size` the maximum size of the
@@ -60,7 +60,7 @@ class SquashTree:
     entries: Sequence[MergedEntry]
     segments: Sequence[Segment]
     choice: Choice
-    maker: SegmentCache
+    cache: SegmentCache
     config: Mapping[str, Any]
     definition: str
     arch: str
@@ -163,7 +163,7 @@ def write_sqsh(
 
 def spans_of(root: SquashTree, base: int) -> list[Span]:
     """Return the parts of a file, with its squashfs at `base`, that were copied from segments in the store."""
-    at, spans = base + data_start(root.maker.codec), []
+    at, spans = base + data_start(root.cache.codec), []
     for layer, start, size in root.choice.spans:
         path = root.segments[layer].path
         if path.suffix == ".data":  # those of the image's own files are temporary
@@ -210,7 +210,7 @@ def _write(root: SquashTree, out: BinaryIO, base: int, on_progress: OnProgress, 
 
     `finish` is called with the end of `out` when everything except the copied data is written.
     """
-    cache, sha256, at, chunk = root.maker, hashlib.sha256(), 0, memoryview(bytearray(_CHUNK))
+    cache, sha256, at, chunk = root.cache, hashlib.sha256(), 0, memoryview(bytearray(_CHUNK))
     with contextlib.closing(Behind(_BEHIND)) as hashing:
 
         def hash_until(end: int) -> None:

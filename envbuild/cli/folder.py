@@ -201,7 +201,7 @@ def _build(
         _build_by_job(kind, options, environment, loaded, target)
         return
     title = f"{kind_name} of {loaded.recipe.name}"
-    with step(f"planning {title} for {target.name}", told=True):
+    with step(f"planning {title} for {target.name}", printed=True):
         plan, trainer = prepare_folder(
             kind,
             loaded,
@@ -218,7 +218,7 @@ def _build(
         check_place(path)
         show_plan(plan, options.as_json, path)
         return
-    with reported(options.report, [path], environment), step(f"building {title} for {target.name}", told=True):
+    with reported(options.report, [path], environment), step(f"building {title} for {target.name}", printed=True):
         result = make_environment(
             kind,
             plan,

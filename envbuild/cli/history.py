@@ -192,10 +192,10 @@ def bisect_command(
     if chosen.arch != host_arch():
         raise UsageError(f"the locks are for {chosen.name}, and this host is {host_arch()}", f"run it on {chosen.arch}")
     result = bisect(Bisection(loaded, chosen, locks[0], locks[1], metric, rounds, offline), environment, log)
-    show(as_json, result.as_json(), *(_bisected_lines(result) if result.found.reproduced else ()))
-    if not result.found.reproduced:
+    show(as_json, result.as_json(), *(_bisected_lines(result) if result.outcome.reproduced else ()))
+    if not result.outcome.reproduced:
         raise VerificationError(
-            f"{files[0]} and {files[1]} do not differ by {metric}: {result.found.why}",
+            f"{files[0]} and {files[1]} do not differ by {metric}: {result.outcome.why}",
             "check the metric: by it, the first lock must be good and the second bad on this host",
         )
 
@@ -212,7 +212,7 @@ def _lock_of(place: Path, target: str, environment: Environment) -> Path:
 
 
 def _bisected_lines(result: Bisected) -> list[str]:
-    culprits = result.found
+    culprits = result.outcome
     named = "  and  ".join(", ".join(map(str, group)) for group in result.culprits())
     single = len(culprits.groups) == 1
     how = {

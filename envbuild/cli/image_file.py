@@ -92,7 +92,7 @@ def docker_command(
         raise UsageError("two targets of one architecture do not fit into one image")
     name = check_tag(tag or f"{loaded.recipe.name}:{parsed[0].name}", push=push)
     verify = not options.no_verify
-    with step(f"planning the image of {loaded.recipe.name}", told=True):
+    with step(f"planning the image of {loaded.recipe.name}", printed=True):
         prepared = [
             prepare_image(
                 loaded, target, environment, bytecode=not options.no_bytecode, verify=verify, **options.lock_use
@@ -104,7 +104,7 @@ def docker_command(
         title = f"docker of {loaded.recipe.name}"
         with (
             reported(options.report, [wish.beside(prepared_image.plan) for prepared_image in prepared], environment),
-            step(f"building {title}", told=True),
+            step(f"building {title}", printed=True),
         ):
             result = make_images(prepared, wish, environment, offline=options.offline)
         summarise(title, {**result, "target": ", ".join(prepared_image.target.name for prepared_image in prepared)})
@@ -294,7 +294,7 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
         subject = image.url
         with (
             reported(options.report, [file.path for file in of_image.files], environment),
-            step(f"converting {subject}", told=True),
+            step(f"converting {subject}", printed=True),
         ):
             results = make_from_image(image, chosen, of_image, environment)
     else:
@@ -302,7 +302,7 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
 
         loaded = open_recipe(recipe, environment)
         target = open_target(loaded, options.target, environment)
-        with step(f"planning the image of {loaded.recipe.name} for {target.name}", told=True):
+        with step(f"planning the image of {loaded.recipe.name} for {target.name}", printed=True):
             bytecode = not options.no_bytecode
             prepared_image = prepare_image(
                 loaded, target, environment, bytecode=bytecode, verify=verify, **options.lock_use
@@ -316,7 +316,7 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
         subject = plan.recipe
         with (
             reported(options.report, [file.path for file in of_recipe.files], environment),
-            step(f"building {' and '.join(kinds)} of {subject} for {plan.target}", told=True),
+            step(f"building {' and '.join(kinds)} of {subject} for {plan.target}", printed=True),
         ):
             results = make_from_recipe(prepared_image, of_recipe, environment, offline=options.offline)
     rows = [result.as_json() for result in results]

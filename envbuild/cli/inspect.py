@@ -274,18 +274,18 @@ def _value(change: Change) -> str:
 def _package(change: Change) -> str:
     if change.before is None or change.after is None:
         return f"{change.name} {change.after if change.before is None else change.before}"
-    if change.what:
+    if change.parts:
         return f"{change.name} {change.before}, same version, other content"
     return f"{change.name} {change.before} -> {change.after}"
 
 
 def _file(change: Change) -> str:
     name = _printable(change.name)
-    if change.what is None:
+    if change.parts is None:
         return f"{name} ({change.after if change.before is None else change.before})"
     parts = [
         part if part == "content" else f"{part} {before or '-'} -> {after or '-'}"
-        for part, (before, after) in change.what.items()
+        for part, (before, after) in change.parts.items()
     ]
     return f"{name}: {', '.join(map(_printable, parts))}"
 
@@ -339,7 +339,7 @@ def verify_command(
         kinds = tuple(ARTIFACTS)
         check_trust(open_artifact(f"{path.parent}/{path.name}", kinds, None, unverified=True, fetch=fetch), trust)
         beside = path.with_name(f"{path.name}.here")
-    with reported(report, [beside], environment), step(f"verifying {path}", told=True):
+    with reported(report, [beside], environment), step(f"verifying {path}", printed=True):
         state, receipt = verify_artifact(path, environment, overrides, runtime, beside)
     for line in check_lines(receipt):
         log(line)

@@ -549,7 +549,7 @@ def audit_command(recipes: Names, targets: Names, database: Path | None, ignore:
                 "summary": advisory.summary,
                 "fixed": advisory.fixed,
             }
-            for advisory in done.found
+            for advisory in done.advisories
         ],
     }
     rows = [
@@ -559,7 +559,7 @@ def audit_command(recipes: Names, targets: Names, database: Path | None, ignore:
             ", ".join(advisory.fixed) or "-",
             advisory.summary,
         ]
-        for advisory in done.found
+        for advisory in done.advisories
     ]
     show(as_json, value, *layout.columns(rows))
     for advisory, exemption in done.accepted:
@@ -567,10 +567,10 @@ def audit_command(recipes: Names, targets: Names, database: Path | None, ignore:
     for exemption in done.unused:
         log(f"note: the exception of {exemption.id} matches no locked package ({exemption.place})")
     others = f"; {done.unknown} others are not covered by the database" if done.unknown else ""
-    log(f"{done.judged} packages looked up{others}: {len(done.found)} vulnerabilities")
-    if done.found:
+    log(f"{done.judged} packages looked up{others}: {len(done.advisories)} vulnerabilities")
+    if done.advisories:
         raise VerificationError(
-            f"{len({advisory.package for advisory in done.found})} packages have known vulnerabilities"
+            f"{len({advisory.package for advisory in done.advisories})} packages have known vulnerabilities"
             + "".join(f"\n  {expired_line(exemption)}" for exemption in done.expired),
             "upgrade them: envbuild lock RECIPE --upgrade=PKG; or accept one for a reason until a day, in"
             " [audit.exceptions.ID] of the recipe or of site.toml",

@@ -70,7 +70,7 @@ def doctor_command(offline: bool, as_json: bool) -> None:
         _show_artifacts(verdicts)
     if useless:
         first = next(iter(verdicts.values()))["build"]
-        raise HostError(f"no artifact can be built here; {first.what}", first.hint or None)
+        raise HostError(f"no artifact can be built here; {first.summary}", first.hint or None)
 
 
 def show_areas(areas: Mapping[str, Sequence[HostFinding]]) -> None:
@@ -84,7 +84,7 @@ def show_areas(areas: Mapping[str, Sequence[HostFinding]]) -> None:
         table.add_column(overflow="fold", max_width=30)
         table.add_column(overflow="fold")
         for finding in findings:
-            cell = Text(layout.printable(finding.what))
+            cell = Text(layout.printable(finding.summary))
             if finding.hint:
                 start = "; " if finding.status == "ok" else "\n→ "
                 cell.append(f"{start}{layout.printable(finding.hint)}", style="dim")
@@ -106,7 +106,7 @@ def _show_faults(areas: Mapping[str, Sequence[HostFinding]]) -> None:
         table.add_row(Text(area, style="bold"), f"ok: {fine}" if fine else "" if faults else "nothing here")
         for finding in faults:
             mark = Text(_MARKS[finding.status].rjust(len(area)), style=_STYLES[finding.status])
-            cell = Text(f"{finding.name}: {layout.printable(finding.what)}")
+            cell = Text(f"{finding.name}: {layout.printable(finding.summary)}")
             if finding.hint:
                 cell.append(f"\n→ {layout.printable(finding.hint)}", style="dim")
             table.add_row(mark, cell)
@@ -124,7 +124,8 @@ def _show_artifacts(verdicts: Mapping[str, Mapping[str, StepVerdict]]) -> None:
     for kind, steps in verdicts.items():
         name: Any = Text(kind, style="bold")
         cells = {
-            step: Text(layout.printable(verdict.what), style=_STYLES[verdict.status]) for step, verdict in steps.items()
+            step: Text(layout.printable(verdict.summary), style=_STYLES[verdict.status])
+            for step, verdict in steps.items()
         }
         wide.add_row(name, *cells.values())
         for step, cell in cells.items():
@@ -379,7 +380,7 @@ def effective_settings(
 
 def _origin(site: Site, table: str, key: str) -> str:
     head, _, host = table.partition(".")
-    return str(site.said.get(f"[{head}] {host or key}", _DEFAULT))
+    return str(site.origins.get(f"[{head}] {host or key}", _DEFAULT))
 
 
 def _shown(value: Any) -> Any:

@@ -56,13 +56,13 @@ def ask_all(probes: Sequence[Probe], environment: Environment) -> list[str | Non
     """Return None for each probe that answers, else the reason, without credentials."""
     answers: list[str | None] = [f"no answer in {_WAIT_S:g} s"] * len(probes)
 
-    def one(number: int) -> None:
+    def ask(number: int) -> None:
         try:
             answers[number] = _reach(probes[number], environment)
         except Exception as error:  # noqa: BLE001 - a bad URL may raise anything
             answers[number] = redact(f"{type(error).__name__}: {error}".splitlines()[0])
 
-    run_parallel([partial(one, n) for n in range(len(probes))], _WAIT_S)
+    run_parallel([partial(ask, n) for n in range(len(probes))], _WAIT_S)
     return answers
 
 

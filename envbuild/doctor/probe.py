@@ -30,18 +30,18 @@ class HostFinding:
     """One result of a check.
 
     `status` is "ok", "info" (worth knowing), "warn" (a problem for some uses) or "fail" (blocks envbuild).
-    `what` is one line; `hint` is the advised change, or ""; `facts` holds the same data for programs (JSON).
+    `summary` is one line; `hint` is the advised change, or ""; `facts` holds the same data for programs (JSON).
     """
 
     name: str
     status: Status
-    what: str
+    summary: str
     hint: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """Return the finding as a JSON object."""
-        row = {"name": self.name, "status": self.status, "what": self.what}
+        row = {"name": self.name, "status": self.status, "what": self.summary}
         return {**row, "remedy": self.hint, "facts": dict(self.facts)}
 
 

@@ -91,12 +91,12 @@ class StepVerdict:
     """Verdict on one step of one kind: `ok`, `info` (on a condition), `warn` (partly, not on this host), `fail`."""
 
     status: Status
-    what: str
+    summary: str
     hint: str = ""
 
     def as_json(self) -> dict[str, str]:
         """Return the verdict as a JSON object."""
-        return {"status": self.status, "what": self.what, "remedy": self.hint}
+        return {"status": self.status, "what": self.summary, "remedy": self.hint}
 
 
 def judge(findings: Mapping[str, HostFinding]) -> dict[str, dict[str, StepVerdict]]:
@@ -111,18 +111,18 @@ def _build(kind: Artifact, findings: Mapping[str, HostFinding]) -> StepVerdict:
     for name in ("configuration", "authorities", "uv", "store", "tmp"):
         finding = findings.get(name)
         if finding is not None and finding.status == "fail":
-            return StepVerdict("fail", f"{name}: {finding.what}", finding.hint)
+            return StepVerdict("fail", f"{name}: {finding.summary}", finding.hint)
     if kind.by_uv and "uv" in findings and not findings["uv"].facts:
-        return StepVerdict("fail", findings["uv"].what, findings["uv"].hint)
+        return StepVerdict("fail", findings["uv"].summary, findings["uv"].hint)
     pythons = findings.get("Pythons") if kind.by_uv and kind.form == "folder" else None
     if pythons is not None and pythons.status == "fail":
-        return StepVerdict("fail", pythons.what, pythons.hint)
+        return StepVerdict("fail", pythons.summary, pythons.hint)
     missing = [m for m in _facts(findings, "packages").get("missing", ()) if m in kind.imports]
     if missing:
         return StepVerdict("fail", f"envbuild lacks {', '.join(missing)}", findings["packages"].hint)
     current, store = findings.get("current folder"), findings.get("store")
     if current is not None and current.status == "fail":
-        return StepVerdict("warn", f"not in the current folder: {current.what}", "use --out")
+        return StepVerdict("warn", f"not in the current folder: {current.summary}", "use --out")
     remote = {name: _facts(findings, name) for name in kind.sources if not _facts(findings, name).get("local")}
     if lost := [name for name, facts in remote.items() if _is_lost(facts)]:
         text = f"only from what the store holds: {' and '.join(lost)} cannot be reached"
@@ -130,9 +130,9 @@ def _build(kind: Artifact, findings: Mapping[str, HostFinding]) -> StepVerdict:
     if unasked := [name for name, facts in remote.items() if facts.get("asked") is False]:
         return _from_the_store(unasked, findings)
     if store is not None and store.status == "warn":
-        return StepVerdict("warn", f"store: {store.what}", store.hint)
+        return StepVerdict("warn", f"store: {store.summary}", store.hint)
     if kind.form == "folder" and current is not None and current.status == "warn":
-        return StepVerdict("warn", f"current folder: {current.what}", current.hint)
+        return StepVerdict("warn", f"current folder: {current.summary}", current.hint)
     return StepVerdict("ok", "yes") if pythons is None else _with_python(pythons)
 
 
@@ -166,7 +166,7 @@ def _from_the_store(unasked: Sequence[str], findings: Mapping[str, HostFinding])
 def _verify(kind: Artifact, findings: Mapping[str, HostFinding]) -> StepVerdict:
     usable = _facts(findings, "memory").get("usable")
     if usable is not None and usable < _LEAST_MEMORY:
-        return StepVerdict("warn", f"too little memory: {findings['memory'].what}", findings["memory"].hint)
+        return StepVerdict("warn", f"too little memory: {findings['memory'].summary}", findings["memory"].hint)
     only = "" if _facts(findings, "GPU").get("gpus") else "; for CPUs only, there is no GPU"
     if kind.form == "registry" and not _facts(findings, "docker daemon").get("answers"):
         hint = "start dockerd or set DOCKER_HOST; or --no-verify here and `envbuild verify` where one is"

@@ -79,7 +79,7 @@ class _Upload:
     chunk: int
     location: str = ""  # "" before an upload has begun
     offset: int = 0  # bytes that the registry has
-    told: int = 0  # bytes that were reported to `on_progress`
+    reported: int = 0  # bytes given to `on_progress`
     unsure: bool = False  # the last request was interrupted: the registry's offset is unknown
     troubled: bool = False  # some request was interrupted
     refusals: int = 0  # uploads that the registry has discarded
@@ -194,9 +194,9 @@ class _Upload:
             self.location = self.endpoint.follow(answer)
 
     def _tell(self, offset: int) -> None:
-        if offset != self.told:
-            self.on_progress(offset - self.told)
-            self.told = offset
+        if offset != self.reported:
+            self.on_progress(offset - self.reported)
+            self.reported = offset
 
 
 @dataclass

@@ -103,7 +103,7 @@ def _read_file(path: Path, groups: Collection[str]) -> Iterator[Statement]:
     if reader is read_setup:  # its other lines may name GPUs, too: CUDAExtension
         read = list(statements)
         known = {statement.place for statement in read}
-        others = (one for one in _signs_in(path, text_of(path), UNREAD_LINE) if one.place not in known)
+        others = (sign for sign in _signs_in(path, text_of(path), UNREAD_LINE) if sign.place not in known)
         statements = iter((*read, *others))
     yield from statements
     if reader in _COMMENTED:

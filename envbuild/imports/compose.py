@@ -151,7 +151,7 @@ def compose(
         return list(dict.fromkeys(e.text for e in kept if e.kind in kinds and _PLATFORMS.get(e.platform, "") == arch))
 
     statements = list(statements)
-    gone += [replace(one, reason=_carried_as(one)) for one in statements if _is_wheel(one)]
+    gone += [replace(statement, reason=_carried_as(statement)) for statement in statements if _is_wheel(statement)]
     given = _once(map(_without_extras, map(_of_wheel, statements)))
     comments = [statement for statement in given if statement.kind == "comment"]
     given = [statement for statement in given if statement.kind != "comment"]

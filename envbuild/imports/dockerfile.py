@@ -146,8 +146,8 @@ def read_dockerfile(path: Path) -> Iterator[Statement]:
     used = [statement for statement in statements if statement.reason != NOT_IN_IMAGE]
     if not any(statement.kind == "python" for statement in used):
         paths = ((_PATH_PYTHON.search(statement.text), statement.place) for statement in used)
-        if found := next(((match[1], place) for match, place in paths if match), None):
-            yield Statement("python", f"==3.{found[0]}.*", found[1])
+        if python := next(((match[1], place) for match, place in paths if match), None):
+            yield Statement("python", f"==3.{python[0]}.*", python[1])
 
 
 def _from(rest: str, place: str, stages: list[_Stage]) -> _Stage:

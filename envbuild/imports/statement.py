@@ -136,11 +136,11 @@ def split_extras(marker: str) -> tuple[str, str]:
     return kept, " ".join(dict.fromkeys(names))
 
 
-def contradict(one: SpecifierSet, other: SpecifierSet) -> bool:
+def contradict(left: SpecifierSet, right: SpecifierSet) -> bool:
     """Return whether a version that one of two specifiers pins is not accepted by the other one."""
     return any(
         part.operator == "==" and "*" not in part.version and not second.contains(part.version, prereleases=True)
-        for first, second in ((one, other), (other, one))
+        for first, second in ((left, right), (right, left))
         for part in first
     )
 

@@ -11,7 +11,7 @@ import json
 import posixpath
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from envbuild.base.masking import masked, masked_words, redact
@@ -164,13 +164,13 @@ def _settled(path: str, name: str, item: Item, view: str, contents: Inventory) -
 class Change:
     """One difference; `before` or `after` is None for a missing thing.
 
-    `what` maps each part that differs to its values: part → [before, after].
+    `parts` maps each part that differs to its values: part → [before, after].
     """
 
     name: str
     before: str | None
     after: str | None
-    what: Mapping[str, tuple[str, str]] | None = None
+    parts: Mapping[str, tuple[str, str]] | None = None
 
     @property
     def kind(self) -> str:
@@ -180,8 +180,9 @@ class Change:
         return REMOVED if self.after is None else CHANGED
 
     def as_json(self) -> dict[str, Any]:
-        parts = asdict(self).items()
-        return {"change": self.kind, **{name: value for name, value in parts if name != "what" or value is not None}}
+        """Return the fields for --json, which calls the parts `what`."""
+        fields = {"change": self.kind, "name": self.name, "before": self.before, "after": self.after}
+        return fields if self.parts is None else {**fields, "what": dict(self.parts)}
 
 
 @dataclass(frozen=True, slots=True)

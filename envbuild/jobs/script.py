@@ -223,7 +223,7 @@ def module_lines(plan: JobPlan) -> str:
 
 def purged(plan: JobPlan) -> bool:
     """Return whether the site file itself sets [modules] purge, whether or not it lists modules to load."""
-    return plan.site.modules.purge and "[modules] purge" in plan.site.said
+    return plan.site.modules.purge and "[modules] purge" in plan.site.origins
 
 
 def module_shell(plan: JobPlan, shell: str) -> str:

@@ -244,7 +244,7 @@ def cached(
             log("  and more layers; --verbose lists them")
         if new > _LISTED:
             detail(f"  {shown}")
-        with step(shown, told=True):
+        with step(shown, printed=True):
             return write()
 
     try:

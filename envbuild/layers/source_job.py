@@ -134,7 +134,7 @@ class SourceBuild:
         if step not in _QUIET:
             self.log(f"{self.title}: {step}")
         folder = self.build_host.inside / "source"
-        with progress.step(f"{self.title}: {step}", told=True):
+        with progress.step(f"{self.title}: {step}", printed=True):
             status = self.build_host.run(command, folder, {**self.variables(), **(variables or {})}, self.log_file)
         if status:
             logs = [self.source / name for name in more if (self.source / name).is_file()]

@@ -271,14 +271,14 @@ def _debian(version: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class LockAudit:
-    """Vulnerabilities of the packages of some locks: `found`, and those that an exception accepts.
+    """Vulnerabilities of the packages of some locks: `advisories`, and those that an exception accepts.
 
-    `expired` are the exceptions that would accept one of `found`, `unused` those that match no package. `judged` is the
-    number of compared packages, `unknown` the number of packages without a database, `newest` the time of the newest
-    record in the older of the database's zips.
+    `expired` are the exceptions that would accept one of the advisories, `unused` those that match no package. `judged`
+    is the number of compared packages, `unknown` the number of packages without a database, `newest` the time of the
+    newest record in the older of the database's zips.
     """
 
-    found: tuple[Advisory, ...]
+    advisories: tuple[Advisory, ...]
     accepted: tuple[tuple[Advisory, Exemption], ...]
     expired: tuple[Exemption, ...]
     unused: tuple[Exemption, ...]
@@ -446,8 +446,8 @@ class UpgradeReport:
                 "not covered by it.",
                 "",
             ]
-        mended, new = _without(before.found, after.found), _without(after.found, before.found)
-        left = _without(after.found, new)
+        mended, new = _without(before.advisories, after.advisories), _without(after.advisories, before.advisories)
+        left = _without(after.advisories, new)
         for title, those in (("Mended", mended), ("New", new), ("Left", left)):
             text += [f"**{title}: {len(those)}**", ""]
             text += [f"- {_said(advisory)}" for advisory in those] + ([""] if those else [])

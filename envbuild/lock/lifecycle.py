@@ -199,7 +199,7 @@ def resolve_again(
     recipe cannot be resolved, or when the result is known not to work.
     """
     old = kind.inspect().lock
-    with step(f"{_KINDS[kind.name][3]} {kind.target.name}", told=True):
+    with step(f"{_KINDS[kind.name][3]} {kind.target.name}", printed=True):
         new = kind.resolve(environment, old, upgrade, offline, log)
     for warning in kind.warnings(new.lock):
         log(f"warning: {kind.target.name}: {warning}")

@@ -86,7 +86,7 @@ class SiteFile(SiteTables):
 class Site(SiteTables):
     """Settings of a site.
 
-    `files` are the files that were read; `said` maps each key that they set, as `[table] key`, to its file.
+    `files` are the files that were read; `origins` maps each key that they set, as `[table] key`, to its file.
     `recipe_folders` may contain folders that do not exist.
     """
 
@@ -94,7 +94,7 @@ class Site(SiteTables):
     files: tuple[Path, ...] = ()
     store: Path = Path("/nonexistent/envbuild")
     recipe_folders: tuple[Path, ...] = ()
-    said: Mapping[str, Path] = field(default_factory=dict)
+    origins: Mapping[str, Path] = field(default_factory=dict)
 
     def registry(self, host: str) -> tables.RegistryTable:
         """Return the settings for the image registry `host`."""
@@ -111,7 +111,7 @@ class Site(SiteTables):
     def origin(self, table: str, key: str) -> str:
         """Return the origin of `key` in [`table`], for messages."""
         place = f"[{table}] {key}"
-        file = self.said.get(place)
+        file = self.origins.get(place)
         return f"{place} of {file}" if file else f"default of {place}"
 
 
@@ -150,7 +150,7 @@ def load_site(env: Mapping[str, str], name: str | None = None, *, etc: Path = Pa
         cache = Path(env.get("XDG_CACHE_HOME") or home_folder(env) / ".cache")
         values["store"] = cache.absolute() / "envbuild"
     title = files[-1].stem if files else "none"
-    return Site(title, tuple(files), recipe_folders=tuple(recipes), said=paths, **values)
+    return Site(title, tuple(files), recipe_folders=tuple(recipes), origins=paths, **values)
 
 
 def site_files(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> list[Path]:

@@ -313,7 +313,7 @@ class Bench:
         job = TrainingJob(
             name, options, nodes, nproc_per_node, settings.timeout_s, max_restarts, lean=snapshot is not None
         )
-        with self.launch(job, extra or {}) as running, step(_TITLES[name], told=True, note=running.epochs):
+        with self.launch(job, extra or {}) as running, step(_TITLES[name], printed=True, note=running.epochs):
             yield running
 
     @contextmanager

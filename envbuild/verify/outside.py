@@ -99,7 +99,7 @@ def read_once(path: str, pieces: Iterable[bytes], size: int, clock: Clock, gpu: 
             if gpu:
                 scanner.feed(piece)
     text = b"".join(kept) if is_text else None
-    return ReadFile(digest.hexdigest(), head, text, scanner.found, parse_elf(parts.read, symbols=True))
+    return ReadFile(digest.hexdigest(), head, text, scanner.containers, parse_elf(parts.read, symbols=True))
 
 
 @dataclass

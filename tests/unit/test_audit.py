@@ -108,22 +108,24 @@ def database(tmp_path: Path) -> AuditTable:
 
 def test_what_is_affected_is_found_and_what_is_mended_is_not(database: AuditTable) -> None:
     done = audit([wheels(jinja2="3.1.2", numpy="2.1.0"), image("2.36-9+deb12u4")], database, NOW)
-    assert [(one.package.name, one.id, one.aliases, one.fixed) for one in done.found] == [
+    assert [(one.package.name, one.id, one.aliases, one.fixed) for one in done.advisories] == [
         ("glibc", "DEBIAN-CVE-2024-2961", ("CVE-2024-2961",), ("2.36-9+deb12u6",)),
         ("jinja2", "GHSA-h5c8-rqwp-cp95", ("CVE-2024-22195",), ("3.1.3",)),
     ]
-    assert done.found[0].summary == "The iconv() function in the GNU C Library may overflow"
+    assert done.advisories[0].summary == "The iconv() function in the GNU C Library may overflow"
     assert done.judged == 3 and done.unknown == 0
-    assert audit([wheels(jinja2="3.1.3"), image("2.36-9+deb12u6+b1")], database, NOW).found == ()
-    assert audit([wheels(jinja2="3.1.3rc1+cpu")], database, NOW).found  # before 3.1.3, by PEP 440
-    assert audit([image("2.41-1", "trixie")], database, NOW).found[0].fixed == ()  # no version mends it yet
+    assert audit([wheels(jinja2="3.1.3"), image("2.36-9+deb12u6+b1")], database, NOW).advisories == ()
+    assert audit([wheels(jinja2="3.1.3rc1+cpu")], database, NOW).advisories  # before 3.1.3, by PEP 440
+    assert audit([image("2.41-1", "trixie")], database, NOW).advisories[0].fixed == ()  # no version mends it yet
 
 
 def test_what_does_not_concern_a_site_is_told_apart(database: AuditTable) -> None:
     for name in ("CVE-2024-22195", "GHSA-h5c8-rqwp-cp95"):
         exemption = exempt(name)
         done = audit([wheels(jinja2="3.1.2")], database, NOW, [exemption])
-        assert done.found == () and [(one.id, by) for one, by in done.accepted] == [("GHSA-h5c8-rqwp-cp95", exemption)]
+        assert done.advisories == () and [(one.id, by) for one, by in done.accepted] == [
+            ("GHSA-h5c8-rqwp-cp95", exemption)
+        ]
         assert done.expired == () and done.unused == ()
 
 
@@ -133,17 +135,17 @@ def test_what_does_not_concern_a_site_is_told_apart(database: AuditTable) -> Non
 def test_an_exception_counts_to_its_last_day(database: AuditTable, expires: date | None, counts: bool) -> None:
     exemption = exempt(expires=expires)
     done = audit([wheels(jinja2="3.1.2")], database, NOW, [exemption])
-    assert (len(done.found), len(done.accepted)) == ((0, 1) if counts else (1, 0))
+    assert (len(done.advisories), len(done.accepted)) == ((0, 1) if counts else (1, 0))
     assert done.expired == (() if counts else (exemption,)) and done.unused == ()
     # Another one that counts accepts it.
     valid = exempt("CVE-2024-22195")
-    assert audit([wheels(jinja2="3.1.2")], database, NOW, [exemption, valid]).found == ()
+    assert audit([wheels(jinja2="3.1.2")], database, NOW, [exemption, valid]).advisories == ()
 
 
 def test_an_exception_of_a_recipe_is_for_its_locks_alone(database: AuditTable) -> None:
     locks = [wheels(jinja2="3.1.2"), replace(wheels(jinja2="3.1.2"), recipe="other")]
     done = audit(locks, database, NOW, [exempt(recipe="other"), exempt("GHSA-none")])
-    assert len(done.found) == 1 and len(done.accepted) == 1
+    assert len(done.advisories) == 1 and len(done.accepted) == 1
     assert [one.id for one in done.unused] == ["GHSA-none"]
     assert audit(locks[:1], database, NOW, [exempt(recipe="other")]).unused == (exempt(recipe="other"),)
 
@@ -241,7 +243,7 @@ def test_null_is_what_is_not_there(tmp_path: Path) -> None:
         "d": {"affected": [{**row, "ranges": None}]},
     }
     rows = [{**JINJA, "id": name, "modified": DAY, **changes} for name, changes in records.items()]
-    found = audit([wheels(jinja2="3.1.2")], AuditTable(str(export(tmp_path, "PyPI", *rows))), NOW).found
+    found = audit([wheels(jinja2="3.1.2")], AuditTable(str(export(tmp_path, "PyPI", *rows))), NOW).advisories
     assert [(one.id, one.fixed) for one in found] == [("c", ("3.1.3",)), ("d", ())]
 
 

@@ -289,7 +289,7 @@ def test_a_file_that_is_not_what_its_package_holds_is_found(
     found = diff(folder(tmp_path / "one"), other, environment)
     assert names(found) == {"files": [("changed", path)]}
     (change,) = found.files or ()
-    assert change.what and "content" in change.what
+    assert change.parts and "content" in change.parts
 
 
 def test_packages_of_another_version_build_or_content_are_told(tmp_path: Path, environment: Environment) -> None:
@@ -311,7 +311,7 @@ def test_packages_of_another_version_build_or_content_are_told(tmp_path: Path, e
         "d": ("1 0", None),
         "e": (None, "1 0"),
     }
-    assert found.conda[2].what and not found.equal
+    assert found.conda[2].parts and not found.equal
 
 
 @pytest.mark.parametrize("kinds", ["folders", "venv in an image", "conda in an image"])

@@ -155,10 +155,10 @@ def test_in_images_modes_owners_and_links_count_and_times_do_not(
     assert diff(plain, image(tmp_path / "time", blobs, files, mtime=5), environment).equal
     for name, more in {"owner": {"uid": 7}, "mode": {"mode": 0o4755}}.items():
         found = diff(plain, image(tmp_path / name, blobs, files, **more), environment)
-        assert found.files and {part for c in found.files for part in c.what or ()} == {name}
+        assert found.files and {part for c in found.files for part in c.parts or ()} == {name}
     other = image(tmp_path / "link", blobs, {**files, "etc/l": "-> y"})
     (change,) = diff(plain, other, environment).files or ()
-    assert change.name == "etc/l" and change.what == {"link": ("x", "y")}
+    assert change.name == "etc/l" and change.parts == {"link": ("x", "y")}
 
 
 def test_how_files_are_spread_over_layers_does_not_matter(

@@ -88,7 +88,7 @@ def test_without_a_terminal_a_transfer_tells_its_bytes() -> None:
 def test_a_step_that_was_told_is_not_printed_but_gives_signs_of_life() -> None:
     stream, clock = io.StringIO(), Clock()
     shown = Display(stream, clock)
-    with shown.task("  layer: torch 2.7", told=True):
+    with shown.task("  layer: torch 2.7", printed=True):
         passing(shown, clock, 15)
     assert stream.getvalue() == "layer: torch 2.7: 15 s\n"
 
@@ -125,7 +125,7 @@ def on_screen(screen: Screen, columns: int = 80) -> Recording:
 def test_a_terminal_shows_bytes_rate_time_left_and_notes_and_then_the_end(screen: Screen) -> None:
     clock = Clock()
     shown = Display(screen, clock)
-    with shown.task("verifying", told=True, note=lambda: "node 0: epoch 3/6\nnode 1: epoch 2/6"):
+    with shown.task("verifying", printed=True, note=lambda: "node 0: epoch 3/6\nnode 1: epoch 2/6"):
         with shown.task("fetching …", total=9_000_000, counts=True) as task:
             for _ in range(3):
                 task.advance(1_000_000)

@@ -74,9 +74,9 @@ def test_a_check_that_raises_or_hangs_hides_no_other_and_nothing_of_its_own() ->
         [("good", "ok")],
     ]
     said = [finding for _, findings in results for finding in findings]
-    assert "0.5 s" in said[1].what
-    assert "ValueError" in said[3].what and "secret" not in said[3].what
-    assert (said[4].what, said[4].hint) == ("no such tool", "install it")
+    assert "0.5 s" in said[1].summary
+    assert "ValueError" in said[3].summary and "secret" not in said[3].summary
+    assert (said[4].summary, said[4].hint) == ("no such tool", "install it")
 
 
 def test_a_program_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_debian_s_hosts_entry_is_named(tmp_path: Path, text: str, status: str | 
 
     name = socket.gethostname()
     (found,) = machine.own_name(host(write(tmp_path, {"etc/hosts": text.format(name=name)})))
-    assert ("/etc/hosts gives" in found.what) == (status is not None)
+    assert ("/etc/hosts gives" in found.summary) == (status is not None)
     assert status is None or (found.status == status and name in found.hint)
 
 
@@ -254,7 +254,7 @@ def test_gpus_and_the_cuda_that_their_driver_runs(tmp_path: Path) -> None:
     program(tmp_path / "bin", "ldconfig", ldconfig)
     root = write(tmp_path, {"proc/driver/nvidia/version": VERSION})
     (found,) = machine.gpus(host(root, PATH=f"{folder}:/usr/bin:/bin"))
-    assert found.status == "ok" and found.what.startswith("2 × NVIDIA GH200 120GB, driver 570.86.15 (CUDA 11, 12)")
+    assert found.status == "ok" and found.summary.startswith("2 × NVIDIA GH200 120GB, driver 570.86.15 (CUDA 11, 12)")
     assert found.facts["cuda"] == ["11", "12"] and found.facts["libcuda"] == "/usr/lib/libcuda.so.1"
 
 
@@ -262,10 +262,10 @@ def test_a_driver_whose_tool_fails_is_told_with_its_words(tmp_path: Path) -> Non
     words = "NVIDIA-SMI has failed because it couldnt communicate with the NVIDIA driver."
     folder = program(tmp_path / "bin", "nvidia-smi", f"echo '{words}'; exit 9")
     (found,) = machine.gpus(host(tmp_path, PATH=f"{folder}:/usr/bin:/bin"))
-    assert found.status == "warn" and words in found.what
+    assert found.status == "warn" and words in found.summary
     root = write(tmp_path, {"proc/driver/nvidia/version": VERSION})
     (found,) = machine.gpus(host(root, PATH="/usr/bin:/bin"))
-    assert found.status == "warn" and "--gpus all" in found.hint and "570.86.15" in found.what
+    assert found.status == "warn" and "--gpus all" in found.hint and "570.86.15" in found.summary
 
 
 def test_partitions_are_read_from_sinfo(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_providers_are_read_from_fi_info(tmp_path: Path) -> None:
 )
 def test_proxies(variables: dict[str, str], status: Status, shown: str) -> None:
     (found,) = connectivity.proxies(Host({**PLAIN, **variables}))
-    assert found.status == status and shown in found.what
+    assert found.status == status and shown in found.summary
     assert "pw" not in str(found)
 
 
@@ -337,7 +337,7 @@ def cells(found: dict[str, HostFinding]) -> dict[str, str]:
 
 def test_a_host_with_all_can_do_all() -> None:
     assert cells(findings()) == dict.fromkeys(ARTIFACTS, "ooo")
-    assert all("GPU" not in steps["verify"].what for steps in judge(findings()).values())
+    assert all("GPU" not in steps["verify"].summary for steps in judge(findings()).values())
 
 
 BAD = HostFinding("", "fail", "what is wrong", "what to change")
@@ -381,7 +381,7 @@ def test_an_installed_runtime_does_without_our_own_launch() -> None:
 
 def test_without_a_gpu_it_is_said_that_only_cpus_are_verified() -> None:
     verdicts = judge(findings(GPU=HostFinding("", "info", "none")))
-    assert all("CPUs only" in steps["verify"].what for steps in verdicts.values())
+    assert all("CPUs only" in steps["verify"].summary for steps in verdicts.values())
 
 
 def test_names_of_checks_are_unique_and_a_broken_site_file_leaves_the_rest(tmp_path: Path) -> None:
@@ -406,11 +406,13 @@ def test_offline_a_build_is_not_promised_from_an_empty_store() -> None:
     empty = replace(findings()["store"], facts={"holds": {"wheels": 0, "conda packages": 0}})
     verdicts = judge(findings(store=empty, **OFFLINE))
     assert {steps["build"].status for steps in verdicts.values()} == {"warn"}
-    assert verdicts["conda"]["build"].what == ("unknown: conda-forge not asked, and the store holds no conda packages")
+    assert verdicts["conda"]["build"].summary == (
+        "unknown: conda-forge not asked, and the store holds no conda packages"
+    )
     full = replace(empty, facts={"holds": dict.fromkeys(("wheels", "conda packages", "image blobs"), 9)})
     told = judge(findings(store=full, **OFFLINE))
     assert {steps["build"].status for steps in told.values()} == {"info"}
-    assert "only from what the store holds" in told["docker"]["build"].what
+    assert "only from what the store holds" in told["docker"]["build"].summary
 
 
 def test_offline_checks_tell_what_the_store_holds_and_what_is_not_asked(tmp_path: Path) -> None:
@@ -438,7 +440,7 @@ def test_offline_checks_tell_what_the_store_holds_and_what_is_not_asked(tmp_path
 )
 def test_a_venv_names_the_pythons_that_it_can_have(facts: dict[str, Any], status: str, what: str) -> None:
     verdict = judge({"Pythons": HostFinding("Pythons", "info", "…", facts=facts)})["venv"]["build"]
-    assert (verdict.status, verdict.what) == (status, what)
+    assert (verdict.status, verdict.summary) == (status, what)
 
 
 def test_without_any_python_no_venv_can_be_built() -> None:

@@ -426,7 +426,7 @@ def test_a_fabric_is_one_row(toy: None, tmp_path: Path) -> None:
     (tmp_path / "sys/class/toynet/toy0").mkdir(parents=True)
     (found,) = adapters(Host({}, root=tmp_path))
     assert found.status == "warn" and found.facts["kinds"] == ["toynet"]
-    assert "/dev/toynet is not here" in found.what
+    assert "/dev/toynet is not here" in found.summary
     variable = "env: [{name: FI_PROVIDER, value: toy}]"
     pod = f"kind: Pod\nspec: {{containers: [{{image: a, command: [torchrun, t.py], {variable}}}]}}"
     assert [one.value for one in lint_manifest(pod, "pod.yaml") if one.id == "efa-device"] == ["toys.example.org/nic"]

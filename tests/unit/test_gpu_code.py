@@ -19,7 +19,7 @@ def fed(data: bytes, sizes: list[int]) -> Counter[tuple[str, ...]]:
         size = sizes[turn % len(sizes)]
         scanner.feed(data[at : at + size])
         at, turn = at + size, turn + 1
-    return scanner.found
+    return scanner.containers
 
 
 @pytest.mark.parametrize(
@@ -114,4 +114,4 @@ def test_a_damaged_file_ends_and_little_is_kept(parts: list[bytes], draw: st.Dat
     for at in range(0, len(data), 16):
         scanner.feed(bytes(data[at : at + 16]))
         assert len(scanner._rest) < 300_000 and scanner.skip >= 0
-    assert read_gpu_code(stream) == scanner.found and stream.total <= len(data)
+    assert read_gpu_code(stream) == scanner.containers and stream.total <= len(data)

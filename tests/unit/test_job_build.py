@@ -125,7 +125,7 @@ def test_a_module_that_cannot_be_loaded_stops_the_build(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_said_is_called_by_the_sites_key() -> None:
     said = {"[paths] shared": Path("lab.toml")}
-    site = replace(SITE, paths=PathsTable(shared="/fsx/a%b"), said=said)
+    site = replace(SITE, paths=PathsTable(shared="/fsx/a%b"), origins=said)
     with pytest.raises(UsageError, match=r"^\[paths\] shared of lab\.toml cannot be part of a directive"):
         _render(site, VENV)
 

@@ -114,7 +114,7 @@ PLANS: dict[str, JobPlan] = {
         PLAN, site=replace(SITE, modules=ModulesTable(purge=False)), modules=LOADED, launcher="mpirun"
     ),
     "slurm-purge": replace(
-        PLAN, site=replace(SITE, modules=ModulesTable(purge=True), said={"[modules] purge": Path("lab.toml")})
+        PLAN, site=replace(SITE, modules=ModulesTable(purge=True), origins={"[modules] purge": Path("lab.toml")})
     ),
     "slurm-exclude-slow": replace(PLAN, preflight=True, speed=True, exclude_slow=True),
     "slurm-trust": replace(

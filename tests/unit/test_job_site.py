@@ -175,7 +175,7 @@ def test_mistakes_have_their_place(tmp_path: Path, text: str, place: str, words:
     assert f"one.toml:{place}: " in caught.value.message and words in caught.value.message
     assert "geheim" not in caught.value.message
     (first, *_) = check_site(str(tmp_path / "one.toml"), {"HOME": "/"}, None)
-    assert first.status == "fail" and place in first.what and "geheim" not in first.what
+    assert first.status == "fail" and place in first.summary and "geheim" not in first.summary
 
 
 @pytest.mark.parametrize(
@@ -393,7 +393,7 @@ def test_paths_are_judged_where_the_site_is_this_host(tmp_path: Path) -> None:
     variables = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     found = {f.name: f for f in check_site(str(file), variables, None, offline=True)}
     assert found["[paths] shared"].status == "fail"  # neither it nor its parent exists
-    assert found["[paths] cache"].status == "warn" and "home folder" in found["[paths] cache"].what
+    assert found["[paths] cache"].status == "warn" and "home folder" in found["[paths] cache"].summary
     assert found["[container] mounts"].status == "fail"
 
 
@@ -409,7 +409,7 @@ def test_modules_are_loaded_in_a_shell_as_jobs_have_it(tmp_path: Path) -> None:
         variables = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
         found = {f.name: f for f in check_site(str(file), variables, None, offline=True)}
         assert found["[modules] run"].status == status
-        assert status == "ok" or re.search(r"unknown: (bad/1|\$\(touch pwned\))", found["[modules] run"].what)
+        assert status == "ok" or re.search(r"unknown: (bad/1|\$\(touch pwned\))", found["[modules] run"].summary)
     assert not Path("pwned").exists()
 
 
@@ -430,5 +430,5 @@ def test_check_recommends_that_slurm_removes_the_containers_of_pyxis(
     variables = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "SLURM_CONF": str(tmp_path / "slurm.conf")}
     found = check_site(str(tmp_path / "site.toml"), variables, None, offline=True)
     told = [one for one in found if one.name == "[container] runtime" and one.status == "info"]
-    assert [one.what.startswith(said or "") for one in told] == [True] * (said is not None)
+    assert [one.summary.startswith(said or "") for one in told] == [True] * (said is not None)
     assert all("container_scope=job" in (one.hint or "") for one in told)

@@ -383,7 +383,7 @@ def test_enroots_node_program_tidies_beside_the_training_and_names_what_it_unpac
 @pytest.mark.parametrize("name", ["/data/$USER", "/data/`id`"])
 def test_a_mount_that_pyxis_would_give_to_a_shell_is_refused_with_who_says_it(name: str) -> None:
     said = {"[container] mounts": Path("lab.toml")}
-    site = replace(SITE, container=ContainerTable(mounts=(name,)), said=said)
+    site = replace(SITE, container=ContainerTable(mounts=(name,)), origins=said)
     plan = replace(PLAN, artifact=SQSH, runtime="pyxis", mounts=(*MOUNTS, (name, name)), site=site)
     with pytest.raises(UsageError) as error:
         render(plan)
@@ -524,7 +524,7 @@ _PURGE = {"[modules] purge": Path("lab.toml")}
 def test_without_modules_they_are_purged_only_where_the_site_file_itself_says_so(
     stage: Stage, said: Mapping[str, Path], purge: bool, left: str
 ) -> None:
-    site = replace(SITE, modules=ModulesTable(purge=purge), said=said)
+    site = replace(SITE, modules=ModulesTable(purge=purge), origins=said)
     login = {"LD_LIBRARY_PATH": "/login", "BASH_FUNC_module%%": '() { [ "$1" != purge ] || unset LD_LIBRARY_PATH; }'}
     _, recorded = _run(stage, replace(_plan(stage), site=site), login)
     assert [one.get("LD_LIBRARY_PATH", "") for _, one in _started(recorded)] == [left] * 2

@@ -196,10 +196,10 @@ def test_doctor_and_site_check_ask_a_scheduler_by_the_facts_of_its_module(tmp_pa
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "LSB_JOBID": "7"}
     lsf, allocation = batch.scheduler("lsf", Host(env))
     assert (lsf.name, lsf.status) == ("LSF", "ok")
-    assert lsf.what == "IBM Spectrum LSF 10.1; queues night, normal"
-    assert allocation.what == "job 7 of LSF"
+    assert lsf.summary == "IBM Spectrum LSF 10.1; queues night, normal"
+    assert allocation.summary == "job 7 of LSF"
     (flux,) = batch.scheduler("flux", Host(env))
-    assert flux.what == "libflux-core: 0.66; queues pdebug"
+    assert flux.summary == "libflux-core: 0.66; queues pdebug"
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_a_line_of_the_site_replaces_the_jobs_own_for_the_same_thing(
 def test_site_check_names_keys_without_a_meaning_and_options_that_jobs_set() -> None:
     scheduler = SchedulerTable(kind="flux", qos="q", directives=("-N4", "--urgency=20"))
     site = Site("lab", scheduler=scheduler, node=NodeTable(memory="4G"))
-    found = {(one.name, one.what) for one in contradictions(site)}
+    found = {(one.name, one.summary) for one in contradictions(site)}
     assert ("[scheduler] qos", "is not used with flux") in found
     assert ("[node] memory", "is not used with flux") in found
     assert ("[scheduler] directives", "'-N4' replaces --nodes of jobs") in found

@@ -574,7 +574,7 @@ def test_the_site_file(tmp_path: Path) -> None:
 def test_site_check_judges_the_table(place: Place) -> None:
     def found() -> list[tuple[str, str]]:
         rows = check_site(str(place.site), {"HOME": "/nonexistent"}, None, offline=True)
-        return [(row.status, row.what) for row in rows if row.name.startswith("[trust]")]
+        return [(row.status, row.summary) for row in rows if row.name.startswith("[trust]")]
 
     assert found() == [("ok", str(place.key.with_suffix(".pub")))]
     place.site.write_text('[trust]\nsigners = ["gone.pub", "ci.pem"]\nchecks = ["launch", "restrat"]\n')

@@ -191,9 +191,9 @@ def _zstd(level: int) -> tuple[str, bytes, Compress]:
     local = threading.local()  # a compressor serves one thread at a time
 
     def compress(data: bytes | memoryview) -> bytes:
-        if not hasattr(local, "one"):
-            local.one = zstandard.ZstdCompressor(level=level)
-        return bytes(local.one.compress(data))
+        if not hasattr(local, "compressor"):
+            local.compressor = zstandard.ZstdCompressor(level=level)
+        return bytes(local.compressor.compress(data))
 
     return ".".join(map(str, zstandard.ZSTD_VERSION)), struct.pack("<I", level), compress
 

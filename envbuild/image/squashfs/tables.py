@@ -508,8 +508,8 @@ def _check(entry: Entry, entries: dict[str, Placed]) -> None:
         if placed is None:
             raise BuildError(f"{path}: it is a hard link to {target!r}, which is missing")
         if placed.entry.kind in (DIR, HARDLINK):
-            what = "a directory" if placed.entry.kind == DIR else "a hard link itself"
-            raise BuildError(f"{path}: it is a hard link to {target!r}, which is {what}")
+            target_type = "a directory" if placed.entry.kind == DIR else "a hard link itself"
+            raise BuildError(f"{path}: it is a hard link to {target!r}, which is {target_type}")
     elif entry.kind == SYMLINK:
         size = len(encoded(target, path))
         if not 0 < size <= _TEXT_MOST:
