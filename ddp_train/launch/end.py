@@ -33,24 +33,24 @@ def take_sigterm() -> None:
 
 
 class _Child:
-    """The training's process; `told` that it was told to end, `owed` that it was not there yet."""
+    """The training's process. `ending`: it was asked to stop; `owed`: it had not started when it was asked."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
-        self.told = self.owed = False
+        self.ending = self.owed = False
 
     def tell(self) -> None:
         """Send the training its one SIGTERM."""
         if self.process is None:
             self.owed = True
-        elif not self.told:
+        elif not self.ending:
             self.process.terminate()
-        self.told = True
+        self.ending = True
 
     def received(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal. SIGTERM and SIGINT reach all processes: the training, if it runs, has its own."""
         if number != signal.SIGURG and self.process is not None:
-            self.told = True
+            self.ending = True
         else:
             self.tell()
 
@@ -71,7 +71,7 @@ def _compiled(environment: Mapping[str, str], run: Run) -> Iterator[dict[str, st
 def run_child(command: Sequence[str], environment: Mapping[str, str], run: Run, number: int) -> int:
     """Run the training as a child process that gets SIGTERM once, and return the exit code.
 
-    If the launcher would end all nodes after an error, a node that was told to end returns 0 and writes its exit
+    If the launcher would end all nodes after an error, a node that was asked to stop returns 0 and writes its exit
     code into the file ended-RESTARTS.NUMBER for the batch script: another node may still be saving its state. The code
     of the first node that failed untold becomes the job's (Run.failed).
     """
@@ -89,9 +89,9 @@ def run_child(command: Sequence[str], environment: Mapping[str, str], run: Run, 
             child.process.terminate()
         code = child.process.wait()
     code = 128 - code if code < 0 else code
-    if code and child.told and run.job.exit_codes:
+    if code and child.ending and run.job.exit_codes:
         ended.write_text(f"{code}\n")
         return 0
-    if code and not child.told:
+    if code and not child.ending:
         run.failed(code)
     return code

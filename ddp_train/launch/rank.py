@@ -155,15 +155,15 @@ def find_barrier(environ: Mapping[str, str]) -> Barrier:
 
 
 class _Rank:
-    """The rank's program: `told` to end by a signal; `waits`, because it has finished, for the other ranks."""
+    """The rank's program. `ending`: a signal asked it to stop; `waits`: it waits for the other ranks at its end."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
-        self.told = self.waits = False
+        self.ending = self.waits = False
 
     def received(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal. The program got it too, if torchrun made this process the leader of their group."""
-        self.told |= number in _ENDING
+        self.ending |= number in _ENDING
         if self.waits and number in _ENDING:
             _end_by(number)
         elif not self.waits and self.process is not None and os.getpgrp() != os.getpid():
@@ -205,7 +205,7 @@ def main(argv: Sequence[str]) -> int:
     if code < 0:
         _end_by(-code)
     rank.waits = True
-    if code or rank.told:  # the others were told, too, or start again
+    if code or rank.ending:  # the others were asked, too, or start again
         return code
     try:
         problem = barrier.wait(float(argv[0]))

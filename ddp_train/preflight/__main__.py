@@ -1,8 +1,9 @@
-"""`python -m ddp_train.preflight`: started on every node of a job before training, it finds in seconds what would let
-training hang for minutes. It needs Python alone. Where it stands it reads from the ENVBUILD_* variables of the job's
-script; node 0 prints the verdict, the others only why they cannot take part.
+"""`python -m ddp_train.preflight`, on every node of a job before training: find faults that would make training hang.
 
-Exit codes: 0 all is well (there may be warnings), 1 training would fail, 2 the command line or a variable is wrong.
+It needs Python alone. The ENVBUILD_* variables of the job's script name this node and the others. Node 0 prints the
+verdict; another node prints only the reason why it cannot take part.
+
+Exit codes: 0 success, perhaps with warnings; 1 training would fail; 2 invalid command line or variable.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ async def _part(place: NodeInfo, environ: Mapping[str, str], options: Any, start
         nodes = await head.run()
     except Unreached as error:
         me = f"{place.hosts[place.node]} ({place.address})"
-        _print([f"preflight: FAILED  {me}: {error.what}", f"    fix: {error.remedy}"])
+        _print([f"preflight: FAILED  {me}: {error.problem}", f"    fix: {error.remedy}"])
         if place.node > 0:
             await asyncio.sleep(max(0.0, started + options.wait + min(_STAY_S, options.wait) - time.monotonic()))
         return RUNTIME
@@ -135,7 +136,7 @@ def _lines(nodes: Sequence[Node], findings: Sequence[Finding], seconds: float) -
     lines = []
     for status, most in _MOST.items():
         several = [finding for finding in findings if finding.status == status]
-        lines += _told(nodes, several[:most])
+        lines += _finding_lines(nodes, several[:most])
         if len(several) > most:
             word = "failures" if status == FAIL else "warnings"
             lines.append(f"preflight: and {len(several) - most} more {word}, which --json shows")
@@ -152,11 +153,11 @@ def _lines(nodes: Sequence[Node], findings: Sequence[Finding], seconds: float) -
     return [*lines, f"preflight: {verdict}: {', '.join(parts)}, in {seconds:.1f} s"]
 
 
-def _told(nodes: Sequence[Node], findings: Sequence[Finding]) -> list[str]:
+def _finding_lines(nodes: Sequence[Node], findings: Sequence[Finding]) -> list[str]:
     lines = []
     for finding in findings:
         who = f"{listed(nodes, finding.nodes)}: " if finding.nodes else ""
-        lines.append(f"preflight: {'FAILED ' if finding.status == FAIL else 'warning'} {who}{finding.what}")
+        lines.append(f"preflight: {'FAILED ' if finding.status == FAIL else 'warning'} {who}{finding.fault}")
         lines.append(f"    fix: {finding.remedy}")
     return lines
 
@@ -172,7 +173,7 @@ def as_json(nodes: Sequence[Node], findings: Sequence[Finding], seconds: float) 
                 "status": finding.status,
                 "check": finding.check,
                 "nodes": [nodes[n].host for n in finding.nodes],
-                "what": finding.what,
+                "what": finding.fault,
                 "remedy": finding.remedy,
             }
             for finding in findings

@@ -1,8 +1,9 @@
 """Compare bytecode with its source: `python -I -S -B bytecode.py FILE`.
 
-FILE has pairs [bytecode, source] of absolute paths as JSON. The bytecode that is not the compiled form of its source is
-printed, a JSON string a line. The interpreter must be that of the environment, which alone knows the format (PEP 552),
-and the process one of its own: marshal may crash on what is no bytecode. envbuild/artifacts/compiled.py runs this, too.
+FILE has pairs [bytecode, source] of absolute paths as JSON. The program prints each bytecode file that is not the
+compiled form of its source, a JSON string per line. The interpreter must be that of the environment, because the format
+depends on it (PEP 552), and runs in a separate process, because marshal may crash on invalid data.
+envbuild/contract/manifest.py runs this program, too.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""The files of this node's environment, compared with its manifest, envbuild.manifest.
+"""Comparison of the files of this node's environment with its manifest, envbuild.manifest.
 
 The manifest is a line of JSON for each file, [path, mode, size, sha256], and for each link, [path, target], of
-envbuild/contract/manifest.py. It does not list the bytecode that Python writes later; bytecode that it lists may be
-written again by Python, as after a change of the source's time: it is then compared with its source.
+envbuild/contract/manifest.py. It does not list the bytecode that Python writes later. Python may rewrite listed
+bytecode, for example after a change of the source's time: it is then compared with its source.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BYTECODE = re.compile(r"(.*/)__pycache__/([^/]+?)\.[^./]+(?:\.opt-[^./]+)?\.pyc
 class FileCheck(NamedTuple):
     """A comparison of files with the manifest that has this sha256; `exact` reads their contents.
 
-    A comparison that lasts longer than `limit_s` seconds is given up.
+    The comparison stops after `limit_s` seconds.
     """
 
     manifest: str
@@ -43,7 +43,7 @@ class FileCheck(NamedTuple):
 
 
 def changed_files(root: Path, expected: FileCheck) -> str:
-    """Return the files at `root` that are not those of the manifest, as text; "" if there are none."""
+    """Return a list of the files at `root` that differ from the manifest, as text; "" if there are none."""
     try:
         data = (root / MANIFEST).read_bytes()
     except OSError:
@@ -68,7 +68,7 @@ def changed_files(root: Path, expected: FileCheck) -> str:
 
 
 def _walk(root: Path, pool: ThreadPoolExecutor) -> dict[str, os.stat_result]:
-    """Return the stat of everything below `root` that is no folder, by path. Unreadable folders count as empty."""
+    """Return the stat of each file and link below `root`, by path. Unreadable folders count as empty."""
 
     def read(folder: str) -> tuple[list[str], dict[str, os.stat_result]]:
         folders: list[str] = []

@@ -180,4 +180,4 @@ class Head:
             sent = {int(number): float(rate) for number, rate in message["sent"]}
             return replace(arrived.node, pairs=pairs, sent=sent, shared=str(message["shared"]), finished=True)
         except (WireError, KeyError, TypeError, ValueError) as error:
-            return replace(arrived.node, told=str(error))
+            return replace(arrived.node, error=str(error))

@@ -33,7 +33,7 @@ def judge(nodes: Sequence[Node], required: Requirements) -> list[Finding]:
     merged: dict[tuple[str, str, str, str], list[int]] = {}
     for check in _CHECKS:
         for finding in check(nodes, required):
-            key = (finding.status, finding.check, finding.what, finding.remedy)
+            key = (finding.status, finding.check, finding.fault, finding.remedy)
             merged.setdefault(key, []).extend(finding.nodes)
     findings = [
         Finding(status, check, tuple(dict.fromkeys(numbers)), fault, remedy)

@@ -27,8 +27,8 @@ class Facts:
     `source` is the source address of packets to the head. `names` maps hosts to the addresses that this node
     looks up: [] for an unknown name, None for a look-up that did not end in time. `lines` maps hosts to their
     lines in /etc/hosts, `reverse` addresses to names. `provider` is "" if the provider is present or not
-    required, else the reason of its absence. `changed` are the files that are not those of the environment's manifest,
-    as text, UNKNOWN if they were not compared in time. `speeds` are the figures of speed.py, if they were asked for.
+    required, else the reason of its absence. `changed` lists the files that differ from the environment's manifest,
+    UNKNOWN if they were not compared in time. `speeds` are the figures of speed.py, if they were requested.
     """
 
     hostname: str = ""
@@ -106,8 +106,8 @@ class Node:
     `facts` is None when the node did not answer; `finished` is whether it completed its part. `seen` is its
     address as seen by the head. `ahead_s` is its clock minus the head's, with an error of `error_s`. `pairs`
     maps other nodes to the results of connections to them, `sent` some to Gbit/s. `shared` is the reason why the
-    run's folder is not the head's, or "". `doubled` is whether two processes claim to be this node. `told` is the
-    error that ended the node's connection.
+    run's folder is not the head's, or "". `doubled` is whether two processes claim to be this node. `error` is
+    the reason why the node's connection ended.
     """
 
     number: int
@@ -123,7 +123,7 @@ class Node:
     sent: Mapping[int, float] = field(default_factory=dict)
     shared: str = ""
     doubled: bool = False
-    told: str = ""
+    error: str = ""
 
     @property
     def known(self) -> Facts:
@@ -133,12 +133,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault, `what`, on `nodes` (numbers; empty: in the whole job), and its `remedy`. `status` is FAIL or WARN."""
+    """A `fault` on `nodes` (numbers; empty: in the whole job), and its `remedy`. `status` is FAIL or WARN."""
 
     status: str
     check: str
     nodes: tuple[int, ...]
-    what: str
+    fault: str
     remedy: str
 
 

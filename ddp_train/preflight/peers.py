@@ -23,11 +23,11 @@ AGAIN_S = 0.25
 
 
 class Unreached(Exception):
-    """This node cannot take part in the preflight: `problem` is the reason, `remedy` the advised change."""
+    """Failure of this node to take part in the preflight: `problem` is the reason, `remedy` the advised change."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         super().__init__(problem)
-        self.what, self.remedy = problem, remedy
+        self.problem, self.remedy = problem, remedy
 
 
 async def collected(

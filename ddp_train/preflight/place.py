@@ -49,9 +49,9 @@ class NodeInfo:
 
 
 def find_node_info(environ: Mapping[str, str]) -> NodeInfo:
-    """Return the place in the variables of a job's script. Raises TrainError for a missing or invalid value."""
+    """Return the node's data from the variables of a job's script. Raises TrainError for a missing or invalid value."""
 
-    def said(name: str) -> str:
+    def variable(name: str) -> str:
         value = environ.get(f"ENVBUILD_{name}", "")
         if not value:
             raise TrainError(
@@ -61,13 +61,13 @@ def find_node_info(environ: Mapping[str, str]) -> NodeInfo:
         return value
 
     def number(name: str, most: int) -> int:
-        value = said(name)
+        value = variable(name)
         if not (value.isascii() and value.isdigit() and int(value) <= most):
             raise TrainError(f"ENVBUILD_{name} is {value!r}, not a number up to {most}", BAD_INPUT)
         return int(value)
 
     count = number("NODES", 1 << 20)
-    hosts, addresses = tuple(said("HOSTS").split()), tuple(said("ADDRESSES").split())
+    hosts, addresses = tuple(variable("HOSTS").split()), tuple(variable("ADDRESSES").split())
     if not len(hosts) == len(addresses) == count:
         raise TrainError(
             f"ENVBUILD_NODES is {count}, with {len(hosts)} names in ENVBUILD_HOSTS and {len(addresses)} addresses in"
@@ -83,4 +83,4 @@ def find_node_info(environ: Mapping[str, str]) -> NodeInfo:
         )
     interface = environ.get("ENVBUILD_INTERFACE", "")
     port = number("PORT", 65535)
-    return NodeInfo(node, hosts, addresses, interface, port, said("RUN"), said("RUN_ID"))
+    return NodeInfo(node, hosts, addresses, interface, port, variable("RUN"), variable("RUN_ID"))

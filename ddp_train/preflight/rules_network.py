@@ -36,7 +36,7 @@ def answers(nodes: Sequence[Node], required: Requirements) -> Iterator[Finding]:
                 " one process on every node (srun --ntasks-per-node=1, mpirun --map-by ppr:1:node)",
             )
         elif not node.finished:
-            fault = f"answered and then fell silent: {node.told or 'its connection broke'}"
+            fault = f"answered and then fell silent: {node.error or 'its connection broke'}"
             yield Finding(FAIL, "answers", at, fault, "read what that node prints itself")
         if node.doubled:
             fault = f"several processes say that they are node {node.number}"

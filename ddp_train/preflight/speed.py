@@ -1,9 +1,9 @@
-"""How fast this node computes, copies memory and sends, for comparison with the others of the job. Python alone, except
-for GPUs, whose product of matrices is the artifact's torch's.
+"""Speed of this node's processor, memory, network and GPUs, for comparison with the other nodes of the job.
 
-Each figure is the best of several tenths of a second: in shorter ones, a node whose share of a processor is limited
-works at full speed between two pauses, and a mean would count what runs beside this for a moment. Nodes are compared
-with each other, never with a table: no figure is good or bad by itself.
+It needs Python alone; only GPUs are measured with the artifact's torch. Each figure is the best of several measurements
+of a tenth of a second: in shorter ones, a node with a limited share of a processor works at full speed between two
+pauses, and a mean would include short disturbances by other processes. Nodes are compared with each other, never with
+a table: no figure is good or bad by itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GPU_S = 60.0
 # Every GPU multiplies matrices of bfloat16: TFLOP/s of each.
 _GPU = """
 import json, time, torch
-found = []
+rates = []
 for index in range(torch.cuda.device_count()):
     a = torch.randn(4096, 4096, device=f"cuda:{index}", dtype=torch.bfloat16)
     for _ in range(5):
@@ -40,11 +40,11 @@ for index in range(torch.cuda.device_count()):
             a @ a
         torch.cuda.synchronize(index)
         times += 10
-    found.append(times * 2 * 4096**3 / (time.perf_counter() - began) / 1e12)
-print(json.dumps(found))
+    rates.append(times * 2 * 4096**3 / (time.perf_counter() - began) / 1e12)
+print(json.dumps(rates))
 """
 COMPUTE, MEMORY, SEND, RECEIVE = "compute", "memory", "send", "receive"
-# What nodes of one kind differ by on a good day is a tenth or two.
+# Healthy nodes of the same kind differ by 10 % to 20 %.
 SLOW = {COMPUTE: 0.5, MEMORY: 0.5, SEND: 0.5, RECEIVE: 0.5}
 SLOW_GPU = 0.8
 _UNITS = {COMPUTE: "products/s", MEMORY: "GB/s", SEND: "Gbit/s", RECEIVE: "Gbit/s"}
@@ -71,7 +71,7 @@ def measure(gpus: int) -> dict[str, float]:
 
 
 def _times(work: Callable[[], object]) -> float:
-    """Return how often a second `work` is done."""
+    """Return how often per second `work` runs."""
     best = 0.0
     for _ in range(_WINDOWS):
         began, times = time.perf_counter(), 0
@@ -83,7 +83,7 @@ def _times(work: Callable[[], object]) -> float:
 
 
 async def send_around(place: NodeInfo, ports: Mapping[int, int]) -> dict[int, float]:
-    """Send to the next node and then to the next but one, while others send here; Gbit/s by node.
+    """Send to the next two nodes in turn, while other nodes send to this one; return Gbit/s by node.
 
     Every node sends and receives once at a time, so that two figures of a node can tell its fault from a partner's.
     """
@@ -110,13 +110,13 @@ async def _send(address: str, port: int, run: str) -> float:
 
 
 async def take_in(wire: Wire) -> None:
-    """As the receiver: read what comes for a while, and tell how much it was. Raises WireError."""
+    """Receive data for a while, and send back the number of bytes and seconds. Raises WireError."""
     size, seconds = await wire.drink(_SEND_LIMIT_S, _MOST_BYTES)
     await wire.send({"bytes": size, "seconds": seconds})
 
 
 def figures(own: Sequence[Mapping[str, float]], sent: Sequence[Mapping[int, float]]) -> list[dict[str, float]]:
-    """Return all figures of each node: its `own`, and the better of what it `sent` to two others and got from two."""
+    """Return the figures of each node: its `own`, and its best rates of sending to and receiving from two others."""
     made = [dict(row) for row in own]
     received: list[list[float]] = [[] for _ in made]
     for number, rates in enumerate(sent):
@@ -132,10 +132,10 @@ def figures(own: Sequence[Mapping[str, float]], sent: Sequence[Mapping[int, floa
 
 
 def slow(nodes: Sequence[Mapping[str, float]]) -> list[tuple[int, str]]:
-    """Return (node, what is slow about it), compared with the median of all; of two nodes, with the other one.
+    """Return (node, its slow figure as text) of nodes slower than the median of all; of two nodes, than the other.
 
-    Two nodes that send to nobody else cannot tell whose link is slow: both are named, one for what it sends and one for
-    what it receives.
+    Two nodes that send to nobody else cannot tell whose link is slow: both are named, one as the sender and
+    one as the receiver.
     """
     slow_nodes = []
     for name in sorted({name for row in nodes for name in row}):

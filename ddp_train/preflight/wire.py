@@ -94,7 +94,7 @@ class Wire:
         return decode(line, self._run)
 
     async def pour(self, seconds: float) -> None:
-        """Send bytes for so long, and no more after that. Raises WireError."""
+        """Send bytes for the given seconds. Raises WireError."""
         block, end = b"x" * (1 << 20), time.monotonic() + seconds
         try:
             while time.monotonic() < end:
@@ -108,7 +108,7 @@ class Wire:
             self._writer.write_eof()
 
     async def drink(self, seconds: float, most: int) -> tuple[int, float]:
-        """Return how many bytes came until the other end had sent all, for `seconds` at most, and in what time."""
+        """Receive until the other end has sent all, at most for `seconds`; return the bytes and the time."""
         size, began = 0, time.monotonic()
         last = end = began
         end += seconds

@@ -5,9 +5,9 @@ each node's disk; `keep`, the limit of images there, in bytes; `number`, the lau
 number; `interface`, the network's, "" for the one by which node 0 reaches node 1. SETTINGS is a file in the run's
 folder, which all nodes see; beside it are the nodes' names (hosts-RESTARTS) and the job's secret (stage-RESTARTS.key).
 
-From then on FOLDER/envbuild-UID/RUN-RESTARTS, with the suffix of `source`, leads to the image, or to the unpacked
-environment. A node that cannot get it says why, and there the link leads to `source`. Exit code 1 if there is not even
-a link.
+Afterwards the link FOLDER/envbuild-UID/RUN-RESTARTS, with the suffix of `source`, points to the image or to the
+unpacked environment. A node that cannot get it prints the reason, and its link points to `source`. The exit code is 1
+if the node cannot make the link.
 """
 
 # ruff: noqa: UP032 - Python 3.6
@@ -43,7 +43,7 @@ def own_address(interface: str, peer: str) -> str:
 
 
 def main() -> int:
-    """Stage the image on this node and serve those below; return the exit code."""
+    """Stage the image on this node and serve its child nodes; return the exit code."""
     began, about, settings = time.time(), json.loads(sys.argv[1]), sys.argv[3]
     run, restarts = os.path.dirname(settings), settings.rpartition("-")[2].partition(".")[0]
     with open(os.path.join(run, "hosts-" + restarts)) as file:
@@ -72,7 +72,7 @@ def main() -> int:
     except (OSError, Lost) as error:
         text = "envbuild: node {}: reads the {} from the shared file system: {}"
         print(text.format(name, kind, error), file=sys.stderr)
-        node.told["shared"].append([name, str(error)])
+        node.counts["shared"].append([name, str(error)])
         node.say("!")  # so that nobody waits for this node
         try:
             node.folder.make()
@@ -88,7 +88,7 @@ def main() -> int:
 
 
 def _summary(kind: str, node: Node, nodes: int, seconds: float) -> str:
-    counts = node.told
+    counts = node.counts
     read, network, disk = (counts[name] / 1e6 for name in ("file", "network", "disk"))
     return (
         "envbuild: the {} is on the disks of {} of {} nodes after {:.1f} s; {} had it; {:.0f} MB from the shared file "

@@ -1,4 +1,4 @@
-"""Images on a node's own disk, and the pieces of which they consist."""
+"""Images on a node's own disk, and their pieces."""
 
 # ruff: noqa: UP006, UP007, UP032, UP035, UP045 - Python 3.6
 
@@ -21,11 +21,11 @@ FRESH_S = 3600  # what was used so recently is not removed
 
 
 class Lost(Exception):
-    """Staging cannot go on: here, or at the parent."""
+    """Failure of staging, on this node or on its parent."""
 
 
 def split(read: Callable[[int], bytes]) -> Iterator[bytes]:
-    """Yield the pieces of what `read(SIZE)` returns until it returns nothing."""
+    """Yield the pieces of the data from `read(SIZE)`, until it returns no bytes."""
     data, more = b"", b"-"
     while more:
         more = read(MOST)
@@ -43,12 +43,12 @@ def piece_of(data: bytes) -> Piece:
 
 
 def seal(status: os.stat_result) -> str:
-    """Return what tells that a file is as it was."""
+    """Return a text that differs after every change of a file: its size, times and inode."""
     return "{} {} {} {}".format(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
 def locked(file: Union[IO[bytes], int], way: int = fcntl.LOCK_EX) -> bool:
-    """Return whether nobody else has the file or folder; then it is this process's, with LOCK_SH also others'."""
+    """Lock the file or folder, with LOCK_SH for several processes; return whether no other process prevents it."""
     try:
         fcntl.flock(file, way | fcntl.LOCK_NB)
     except OSError:
@@ -57,7 +57,7 @@ def locked(file: Union[IO[bytes], int], way: int = fcntl.LOCK_EX) -> bool:
 
 
 def tree_seal(root: str) -> str:
-    """Return what tells that all files below `root` are as they were, but for bytecode. Raises OSError."""
+    """Return a digest of the seals of all files below `root`, except bytecode. Raises OSError."""
     lines = []
     for folder, folders, files in os.walk(root):
         links = [folder_name for folder_name in folders if os.path.islink(os.path.join(folder, folder_name))]
@@ -69,7 +69,7 @@ def tree_seal(root: str) -> str:
 
 
 def _renamed(folder: str, name: str) -> bool:
-    """Return whether the folder has a name, which no other one had. Raises OSError."""
+    """Rename the folder; return False if the name is taken. Raises OSError."""
     try:
         os.rename(folder, name)
     except OSError:
@@ -80,11 +80,11 @@ def _renamed(folder: str, name: str) -> bool:
 
 
 class Folder:
-    """The folder of images: KEY.image and, once it is whole, KEY.list; *.part is a copy that is being made.
+    """The folder of images on a node: KEY.image, with KEY.list when it is complete; *.part is an incomplete copy.
 
-    An image that is an environment is unpacked to NAME.tree, with NAME.seal; *.draft is one that is being made, or
-    removed. A tree is removed only by who could lock it; jobs that run in it have the lock. `keep` is the limit of
-    all sizes in bytes.
+    The image of an environment is unpacked to NAME.tree, with NAME.seal; *.draft is a tree in creation or removal. A
+    process locks a tree before it removes it; a job holds the lock of the tree in which it runs. `keep` is the maximum
+    size of all images and trees in bytes.
     """
 
     def __init__(self, path: str, keep: int) -> None:
@@ -92,7 +92,7 @@ class Folder:
         self.known: Dict[Piece, Tuple[str, int]] = {}
 
     def make(self) -> None:
-        """Make the folder. Raises OSError, and Lost for a folder that others may write to."""
+        """Create the folder. Raises OSError, and Lost if other users may write to it."""
         path = self.path
         os.makedirs(path, mode=0o700, exist_ok=True)
         status = os.lstat(path)
@@ -100,24 +100,24 @@ class Folder:
             raise Lost("{} must be a folder of this user alone".format(path))
 
     def at(self, name: str) -> str:
-        """Return the path of a file."""
+        """Return the path of the file `name` in the folder."""
         return os.path.join(self.path, name)
 
     def write(self, name: str, text: str) -> None:
-        """Write a small file at once. Raises OSError."""
+        """Write a small file with an atomic replace. Raises OSError."""
         draft = self.at("{}.{}.new".format(name, os.getpid()))
         with open(draft, "w") as file:
             file.write(text)
         os.rename(draft, self.at(name))
 
     def link(self, name: str, target: str) -> None:
-        """Let `name` lead to `target`. Raises OSError."""
+        """Make the symbolic link `name` to `target`. Raises OSError."""
         draft = self.at("{}.{}.new".format(name, os.getpid()))
         os.symlink(target, draft)
         os.rename(draft, self.at(name))
 
     def listed(self, key: str) -> Optional[List[Piece]]:
-        """Return the pieces of an image, None if it is not here as it was written."""
+        """Return the pieces of an image, None if the image is missing or was changed."""
         try:
             with open(self.at(key + ".list")) as file:
                 sealed, pieces = json.load(file)
@@ -128,7 +128,7 @@ class Folder:
         return None
 
     def learn(self) -> None:
-        """Find out which pieces are here, also in copies that a killed job left. Raises OSError."""
+        """Record the pieces on this disk, including those in copies of killed jobs. Raises OSError."""
         for name in sorted(os.listdir(self.path)):
             stem, _, kind = name.rpartition(".")
             pieces = (self.listed(stem) or []) if kind == "image" else []
@@ -141,7 +141,7 @@ class Folder:
                 offset += piece[0]
 
     def piece(self, piece: Piece) -> Optional[bytes]:
-        """Return a piece from this disk, None if it is not here."""
+        """Return the data of a piece from this disk, None if the disk lacks it."""
         if piece not in self.known:
             return None
         name, offset = self.known[piece]
@@ -153,7 +153,7 @@ class Folder:
         return data if piece_of(data) == piece else None
 
     def room(self, needed: int) -> None:
-        """Remove images and trees, the longest unused first, until the rest and `needed` bytes fit.
+        """Remove the least recently used images and trees, until `needed` more bytes fit.
 
         Raises Lost, OSError.
         """
@@ -194,7 +194,7 @@ class Folder:
             return 0
 
     def _remove(self, name: str) -> int:
-        """Remove an image or tree that was not used lately, unless a process has it; return the bytes."""
+        """Remove an image or tree that no process has locked or used recently; return the freed bytes."""
         try:
             handle = os.open(self.at(name), os.O_RDONLY)
         except FileNotFoundError:
@@ -215,7 +215,7 @@ class Folder:
             os.close(handle)
 
     def tidy(self) -> None:
-        """Remove what killed jobs left. Raises OSError."""
+        """Remove the incomplete copies and trees of killed jobs. Raises OSError."""
         for name in os.listdir(self.path):
             if name.endswith((".part", ".draft")):
                 with suppress(FileNotFoundError):
@@ -258,7 +258,7 @@ class Folder:
         return stem + TREE
 
     def _held(self, name: str, key: str) -> bool:
-        """Lock a tree against its removal, and return whether it is as it was unpacked."""
+        """Lock a tree against its removal, and return whether it is unchanged since it was unpacked."""
         handle = -1
         try:
             with open(self._note(name)) as file:

@@ -1,4 +1,4 @@
-"""One node of the tree: it gets the image, and passes it on."""
+"""A node of the tree, which receives the image and passes it on to its children."""
 
 # ruff: noqa: SIM115, B905, UP006, UP032, UP035, UP041 - Python 3.6
 
@@ -24,26 +24,27 @@ _SUMS = ("nodes", "had", "file", "network", "disk", "shared")
 
 
 class Node:
-    """Node `number` of `nodes`. Each says where it is in a file; `files` is the path of these without the number.
+    """Node `number` of `nodes`. Each node writes its address to the file `files`.NUMBER.
 
-    `told` is its report: how many nodes it speaks for, how many of them had the image, the bytes that came from the
-    shared file, from other nodes and from their own disks, and [name, reason] of those that use the shared file.
+    `counts` is the report about this node and the nodes below it: their number, how many of them had the image, the
+    bytes from the shared file, from other nodes and from their own disks, and [name, reason] of each node that uses
+    the shared file.
     """
 
     def __init__(self, number: int, nodes: int, files: str, folder: Folder, secret: bytes) -> None:
         self.number, self.nodes, self.files, self.folder, self.secret = number, nodes, files, folder, secret
         self.copy = Copy()
-        self.told: Dict[str, Any] = {"number": number, "shared": [], **dict.fromkeys(_SUMS[:-1], 0), "nodes": 1}
+        self.counts: Dict[str, Any] = {"number": number, "shared": [], **dict.fromkeys(_SUMS[:-1], 0), "nodes": 1}
 
     def say(self, line: str) -> None:
-        """Write this node's line for those below it. Raises OSError."""
+        """Write this node's line for the nodes below it. Raises OSError."""
         draft = "{}.{}.new".format(self.files, self.number)
         with open(draft, "w") as file:
             file.write(line + "\n")
         os.rename(draft, "{}.{}".format(self.files, self.number))
 
     def listen(self, address: str, size: int) -> None:
-        """Answer the nodes below, and let them know where. Raises OSError."""
+        """Serve the nodes below, and write the address and port for them. Raises OSError."""
         server = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         server.bind((address, 0))
         server.listen(64)
@@ -61,7 +62,7 @@ class Node:
         self.say("{} {} {}".format(address, server.getsockname()[1], size))
 
     def ancestors(self) -> Iterator[Tuple[socket.socket, bytes, int]]:
-        """Yield (connection, session's key, size of the image) of the nodes towards node 0 that answer."""
+        """Yield (connection, session's key, size of the image) of each ancestor that answers, up to node 0."""
         number = self.number
         while number:
             number = (number - 1) // 2
@@ -87,9 +88,9 @@ class Node:
                 yield connection, session, int(size)
 
     def read(self, source: str, manifest: str, address: str) -> None:
-        """As node 0, read the shared file, or environment with that manifest, unless its image is here.
+        """Read the shared file or environment on node 0, unless its disk has the image.
 
-        Raises OSError, Lost.
+        `manifest` is the SHA-256 of an environment's manifest, "" for a file. Raises OSError, Lost.
         """
         sealed, measure, read = opened(source, manifest)
         about = "{}\n{}".format(source, sealed).encode("utf-8", "surrogateescape")
@@ -110,7 +111,7 @@ class Node:
             self.folder.write(key_name, self.end())
 
     def receive(self) -> None:
-        """As another node, get the image from the nearest ancestor that lives. Raises OSError, Lost."""
+        """Receive the image from the nearest ancestor that answers. Raises OSError, Lost."""
         why, listens = "no node towards node 0 answers", False
         for connection, session, size in self.ancestors():
             if not listens:
@@ -123,7 +124,7 @@ class Node:
         raise Lost(why)
 
     def follow(self, connection: socket.socket, session: bytes, size: int) -> None:
-        """Get from a parent what is missing of an image with `size` bytes. Raises Lost, OSError."""
+        """Receive the missing pieces of an image of `size` bytes from a parent. Raises Lost, OSError."""
         news = time.time()
         while time.time() - news < STUCK_S:
             first = len(self.copy.pieces)
@@ -147,7 +148,7 @@ class Node:
         raise Lost("nothing new came for {} s".format(STUCK_S))
 
     def use(self, key: str) -> bool:
-        """Return whether this node has the image already; then it is this node's copy."""
+        """Take the image on this disk as this node's copy; return False if there is none."""
         pieces = self.folder.listed(key)
         if pieces is None:
             return False
@@ -155,12 +156,12 @@ class Node:
             os.unlink(self.copy.file.name)
         self.copy.file = open(self.folder.at(key + ".image"), "rb")
         os.utime(self.folder.at(key + ".list"))  # when it was used last
-        self.told["had"] = 1
+        self.counts["had"] = 1
         self.copy.say(pieces, key, whole=True)
         return True
 
     def begin(self, size: int) -> None:
-        """Start a copy of an image with `size` bytes. Raises OSError, Lost."""
+        """Create the copy of an image of `size` bytes. Raises OSError, Lost."""
         self.folder.room(size)
         self.folder.learn()
         path = self.folder.at("{}-{}.part".format(self.number, os.urandom(8).hex()))
@@ -179,11 +180,11 @@ class Node:
         except OSError:
             os.unlink(self.copy.file.name)  # it would fill the disk, which the job may need
             raise
-        self.told[counter] += len(data)
+        self.counts[counter] += len(data)
         self.copy.say([piece])
 
     def end(self) -> str:
-        """Give the whole copy its name; return its key. Raises OSError."""
+        """Rename the complete copy to its final name; return its key. Raises OSError."""
         assert self.copy.file is not None
         pieces, folder = self.copy.pieces, self.folder
         key = hashlib.sha256(b"".join(PIECE.pack(*piece) for piece in pieces)).hexdigest()
@@ -195,19 +196,19 @@ class Node:
         return key
 
     def wait(self) -> None:
-        """Wait until the nodes below have the image, or come no more, and add their reports to this node's."""
+        """Wait until the nodes below have the image or are lost, and add their reports to this node's."""
         below = [child for child in (2 * self.number + 1, 2 * self.number + 2) if child < self.nodes]
         with self.copy.changed:
             self.copy.asked = time.time()
-            while not all(child in self.copy.told for child in below) and time.time() - self.copy.asked < ORPHANS_S:
+            while not all(child in self.copy.reports for child in below) and time.time() - self.copy.asked < ORPHANS_S:
                 self.copy.changed.wait(1)
-            for row in self.copy.told.values():
+            for row in self.copy.reports.values():
                 for name in _SUMS:
-                    self.told[name] += row[name]
+                    self.counts[name] += row[name]
 
     def report(self) -> None:
-        """Tell the nearest ancestor that answers."""
-        text = json.dumps(self.told).encode()
+        """Send this node's counts to the nearest ancestor that answers."""
+        text = json.dumps(self.counts).encode()
         for connection, _, _ in self.ancestors():
             connection.sendall(ASK.pack(b"D", len(text)) + text)
             return

@@ -1,8 +1,9 @@
-"""An environment as one stream, which nodes pass on as they do an image, and as a folder again.
+"""Conversion of an environment to a stream, which nodes pass on like an image, and back to a folder.
 
 The stream is a line of JSON, [size of the manifest, times of its files, rows of bytecode]; the manifest of
 envbuild/contract/manifest.py, which has the SHA-256 of every file; the contents of its files in its order; and
-those of the bytecode, which it does not list. Bytecode names the time of its source in seconds, so times are kept.
+the contents of the bytecode, which it does not list. Bytecode contains the time of its source in seconds, so the
+stream keeps the times.
 """
 
 # ruff: noqa: UP006, UP032, UP035, B905, SIM115 - Python 3.6
@@ -25,9 +26,9 @@ Row = Tuple[str, int, int, int, str]
 
 
 def opened(source: str, manifest: str) -> Tuple[str, Callable[[], int], Callable[[int], bytes]]:
-    """Return what tells that `source` is as it was, and functions for its size and its next bytes.
+    """Return the seal of `source`, and functions that return its size and its next bytes.
 
-    It is a file, or with `manifest`, the SHA-256 of that, an environment. Raises OSError, Lost.
+    The source is a file, or an environment whose manifest has the SHA-256 `manifest`. Raises OSError, Lost.
     """
     if manifest:
         packed = Packed(source, manifest)
@@ -50,7 +51,7 @@ class Packed:
         return os.path.join(self.root, _native(path))
 
     def size(self) -> int:
-        """Begin the stream, and return its size. Raises OSError, and Lost for other files than the manifest's."""
+        """Begin the stream, and return its size. Raises OSError, and Lost if the files differ from the manifest."""
         files = [row for row in self.listed if len(row) > 2]
         with ThreadPoolExecutor(_THREADS) as pool:
             infos = list(pool.map(lambda row: os.lstat(self._at(row[0])), files))
@@ -110,7 +111,7 @@ def _native(path: str) -> str:
 
 
 def _groups(rows: List[Row]) -> Iterator[List[Row]]:
-    """Yield the rows in groups of at most MOST bytes, and larger files alone."""
+    """Yield the rows in groups of at most MOST bytes; a larger file gets its own group."""
     group: List[Row] = []
     size = 0
     for row in rows:
@@ -124,7 +125,7 @@ def _groups(rows: List[Row]) -> Iterator[List[Row]]:
 
 
 def _checked(file: IO[bytes], row: Row) -> Iterator[bytes]:
-    """Yield the next `size` bytes of a file in blocks. Raises Lost at their end if they are not those of the row."""
+    """Yield the next file of the stream in blocks. Raises Lost at its end if its SHA-256 is not that of the row."""
     path, _, left, _, sha256 = row
     digest = hashlib.sha256()
     while left:
@@ -146,7 +147,7 @@ def _listed(manifest: bytes, digest: str) -> List[List[Any]]:
 
 
 def unpack(stream: IO[bytes], root: str, digest: str) -> None:
-    """Write the environment of a stream, with that manifest, to the empty folder `root`. Raises OSError, Lost."""
+    """Write a stream's environment into the empty folder `root`; `digest` is its manifest's. Raises Lost, OSError."""
     size, times, code = json.loads(stream.readline().decode())
     manifest = stream.read(size)
     listed = _listed(manifest, digest)

@@ -1,7 +1,7 @@
-"""What a node tells those below it, and how both know that they are of one job.
+"""Protocol between a node and its children, with proof that they belong to the same job.
 
-Both sides prove that they know the job's secret (HMAC of two nonces). Lists of pieces carry a code under the proof;
-a piece is compared with its digest in the list. Nothing is encrypted.
+Both sides prove that they know the job's secret (HMAC of two nonces). Each list of pieces has an HMAC with the
+session's key; a piece is compared with its digest in the list. Nothing is encrypted.
 """
 
 # ruff: noqa: UP006, UP035, UP045 - Python 3.6
@@ -26,21 +26,21 @@ SILENT_S = 15  # a parent that says nothing for so long is lost
 
 
 class Copy:
-    """A node's copy: its first `len(pieces)` pieces can be read from `file`; with `whole` these are all.
+    """A node's copy of the image: `file` has its first `len(pieces)` pieces, with `whole` all of them.
 
-    `key` is "" as long as it is not known. `told` are the children's reports, and `asked` is when a child last asked
-    for something.
+    `key` is "" as long as it is unknown. `reports` are the children's reports by node number, and `asked` is the time
+    of a child's last request.
     """
 
     def __init__(self) -> None:
         self.pieces: List[Piece] = []
         self.offsets, self.key, self.whole, self.asked = [0], "", False, time.time()
         self.file: Optional[IO[bytes]] = None
-        self.told: Dict[int, Dict[str, Any]] = {}
+        self.reports: Dict[int, Dict[str, Any]] = {}
         self.changed = threading.Condition()
 
     def say(self, pieces: Sequence[Piece] = (), key: str = "", whole: bool = False) -> None:
-        """Tell the children's threads of new pieces, of the key, or of the end."""
+        """Add pieces, the key or the end to the copy, and wake the threads that serve the children."""
         with self.changed:
             for piece in pieces:
                 self.pieces.append(piece)
@@ -66,7 +66,7 @@ def code(key: bytes, *parts: bytes) -> bytes:
 
 
 def ask(connection: socket.socket, secret: bytes) -> bytes:
-    """Prove to a parent who asks, and return the session's key. Raises Lost, OSError."""
+    """Prove to a parent that this node knows the secret; return the session's key. Raises Lost, OSError."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     theirs, mine = take(connection, 32), os.urandom(32)
     connection.sendall(mine + code(secret, b"child", theirs, mine))
@@ -90,9 +90,9 @@ def ask_pieces(connection: socket.socket, session: bytes, first: int) -> Tuple[s
 
 
 def answer(copy: Copy, secret: bytes, connection: socket.socket) -> None:
-    """Answer a child's questions until it is done: L, pieces from a number; G, a piece; D, its report.
+    """Answer a child's requests up to its report: L for a list of pieces from a number, G for a piece, D with a report.
 
-    Raises Lost, OSError, ValueError, IndexError when the child is lost or not one.
+    Raises Lost, OSError, ValueError, IndexError when the child is lost or is no child.
     """
     for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # a timeout of Python's sockets excludes sendfile
         connection.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", 4 * SILENT_S, 0))
@@ -104,16 +104,16 @@ def answer(copy: Copy, secret: bytes, connection: socket.socket) -> None:
         return
     session = code(secret, b"parent", mine, theirs)
     connection.sendall(session)
-    told_key = False  # who has the image ends with it
+    sent_key = False  # a child that has the image stops when it gets the key
     while True:
         kind, number = ASK.unpack(take(connection, ASK.size))
         copy.asked = time.time()
         if kind == b"L":
             with copy.changed:
-                if number >= len(copy.pieces) and not copy.whole and (told_key or not copy.key):
+                if number >= len(copy.pieces) and not copy.whole and (sent_key or not copy.key):
                     copy.changed.wait(SILENT_S / 5)
                 listed, end = copy.pieces[number : number + _BATCH], copy.whole and number == len(copy.pieces)
-                told_key = copy.key != ""
+                sent_key = copy.key != ""
                 head = copy.key.encode().ljust(_KEY) + (b"E" if end else b"-")
             body = head + b"".join(PIECE.pack(*piece) for piece in listed)
             connection.sendall(_SIZE.pack(len(body)) + body + code(session, body))
@@ -126,6 +126,6 @@ def answer(copy: Copy, secret: bytes, connection: socket.socket) -> None:
         else:
             message = json.loads(take(connection, number).decode())
             with copy.changed:
-                copy.told[message["number"]] = message
+                copy.reports[message["number"]] = message
                 copy.changed.notify_all()
             return

@@ -246,7 +246,7 @@ def test_a_good_job_has_no_findings() -> None:
     ("change", "facts", "status", "check", "words"),
     [
         ({"facts": None}, {}, FAIL, "answers", "does not answer"),
-        ({"finished": False, "told": "it broke"}, {}, FAIL, "answers", "fell silent: it broke"),
+        ({"finished": False, "error": "it broke"}, {}, FAIL, "answers", "fell silent: it broke"),
         ({"doubled": True}, {}, FAIL, "answers", "several processes"),
         ({"address": "127.0.1.1"}, {"interfaces": {}}, FAIL, "address", "loopback"),
         ({"address": "::1"}, {"interfaces": {}}, FAIL, "address", "loopback"),
@@ -286,9 +286,9 @@ def test_each_fault_is_found_alone_with_its_node_and_a_remedy(
     wanted = Requirements("sha256:a", 0, "", "", 1 << 30, 1 << 30, manifest="sha256:m")
     nodes = nodes_with(change, **facts)
     found = judge(nodes, wanted)
-    hit = [one for one in found if words in one.what]
+    hit = [one for one in found if words in one.fault]
     assert [(one.status, one.check) for one in hit] == [(status, check)], found
-    assert hit[0].remedy and "  " not in hit[0].what + hit[0].remedy
+    assert hit[0].remedy and "  " not in hit[0].fault + hit[0].remedy
     assert {one.check for one in found} == {check}, found
     blamed = (2,) if check != "pairs" else (1,)
     assert hit[0].nodes == blamed
@@ -322,7 +322,7 @@ def test_what_a_job_wants_must_be_there(wanted: Requirements, facts: dict[str, A
 )
 def test_shm_is_less_than_asked_for_where_the_numbers_shown_are(wanted: int, has: int, says: str | None) -> None:
     found = judge([node(0, shm=has), node(1, shm=has)], Requirements(shm=wanted))
-    assert [one.what for one in found] == ([f"/dev/shm {says}"] if says else [])
+    assert [one.fault for one in found] == ([f"/dev/shm {says}"] if says else [])
     assert [one.status for one in found] == ([FAIL if wanted else WARN] if says else [])
 
 
@@ -394,7 +394,7 @@ def test_a_slow_node_fails_a_job_that_leaves_it_out(fast: bool) -> None:
     nodes[1] = replace(nodes[1], facts=replace(nodes[1].known, speeds={**FAST, "memory": 1.0}))
     found = judge(nodes, Requirements(fast=fast))
     assert [(one.status, one.check, one.nodes) for one in found] == [("fail" if fast else "warn", "speed", (1,))]
-    assert "is slow: memory: 1 GB/s" in found[0].what
+    assert "is slow: memory: 1 GB/s" in found[0].fault
 
 
 def test_processes_on_loopback_meet_and_are_refused_for_being_there(tmp_path: Path) -> None:
