@@ -52,7 +52,7 @@ def _show(diagnosis: Diagnosis, everything: bool) -> None:
     known = any(finding.kind == "cause" for finding in diagnosis.findings)
     if diagnosis.exception:
         title = (
-            "The program's own words, which no rule explains:"
+            "The program's own words; the cause below may lead to them:"
             if known
             else "No cause is known. The program's own words:"
         )

@@ -414,14 +414,14 @@ _QUOTED = "[rank0]: Last error:"
             "submission-refused",
         ),
         (["Reason=gres/gpu count reported lower than configured (2 < 8) [slurm@2026-01-02T03:04:05]"], "slurm-node"),
-        (["=>> PBS: job killed: mem 1048576kb exceeded limit 1024kb"], "slurm-memory"),
+        (["=>> PBS: job killed: mem 1048576kb exceeded limit 1024kb"], "pbs-memory"),
         (["TERM_RUNLIMIT: job killed after reaching LSF run time limit."], "time-limit"),
         (["RuntimeError: can't start new thread"], "process-limit"),
         (["n1:7:7 [2] enqueue.cc:215 NCCL WARN Cuda failure 'invalid device function'"], "gpu-architecture"),
         (['Warning  Failed  3s  kubelet  Error: cannot find volume "ssh" to mount into container "mpi"'], "pod-config"),
         (
             ["ERROR YarnScheduler: Container killed by YARN for exceeding memory limits. 7 GB of 4 GB used"],
-            "slurm-memory",
+            "yarn-memory",
         ),
         (
             ["libfabric:7:1::efa:mr:efa_mr_regattr():632<warn> Unable to register MR: Cannot allocate memory"],
@@ -444,7 +444,7 @@ _QUOTED = "[rank0]: Last error:"
         (["salloc: error: Node failure on n7"], "node-failure"),
         (["MOAB_INFO:  job exceeded wallclock limit"], "time-limit"),
         (["Job exceeded its walltime limit. Job was aborted"], "time-limit"),
-        (["Job exceeded its memory limit. Job was aborted"], "slurm-memory"),
+        (["Job exceeded its memory limit. Job was aborted"], "pbs-memory"),
         (
             [
                 "OpenBLAS blas_thread_init: pthread_create: Resource temporarily unavailable",
@@ -527,7 +527,7 @@ _QUOTED = "[rank0]: Last error:"
         (["srun: error: Application launch failed: Socket timed out on send/recv operation"], "launch-failed"),
         (["/opt/openmpi/bin/orted: No such file or directory"], "mpi-starter"),
         (["prted: error while loading shared libraries: libpmix.so.2: cannot open shared object file"], "mpi-starter"),
-        (["job 7.n1 exceeded MEM usage hard limit (9000 > 8192)"], "slurm-memory"),
+        (["job 7.n1 exceeded MEM usage hard limit (9000 > 8192)"], "pbs-memory"),
         (["RuntimeError: cuda runtime error (2)"], "gpu-memory"),
         (["dist.sh: 行 84: torchrun：未找到命令"], "program-missing"),
         (["Permission denied (publickey,password)."], "ssh-refused"),
@@ -760,7 +760,7 @@ _QUOTED = "[rank0]: Last error:"
             [
                 "Could not load library libcudnn_cnn_infer.so.8. Error: libcuda.so: cannot open shared object file: No such file or directory"
             ],
-            "cudnn-versions",
+            "driver-link",
         ),
         (
             ["Unable to load any of {libcudnn_cnn.so.9.1.0, libcudnn_cnn.so.9.1, libcudnn_cnn.so.9, libcudnn_cnn.so}"],
@@ -2310,6 +2310,122 @@ def test_the_names_in_a_checkpoint_tell_whether_its_model_was_wrapped(keys: list
             "gpu-architecture",
             "not built for sm_99",
         ),
+        (
+            ["AssertionError:", "The NVIDIA driver on your system is too old (found version 9010)."],
+            "driver-too-old",
+            "9.1",
+        ),
+        (
+            [
+                "NVIDIA driver on your system is too old (found version 12080). The NVIDIA driver on your system is too old (found version 12080)"
+            ],
+            "driver-too-old",
+            "CUDA 12.8",
+        ),
+        (
+            [
+                "The detected CUDA version (12.6) mismatches the version that was used to compile",
+                "PyTorch (12.1). Please make sure to use the same CUDA versions.",
+            ],
+            "cuda-toolkit-version",
+            "12.6, torch 12.1",
+        ),
+        (
+            ["OSError: /env/lib/libtorch_global_deps.so: libbelt.so.3: cannot open shared object file: No such file"],
+            "no-library",
+            "library libbelt.so.3 is",
+        ),
+        (
+            ["ImportError: libbelt.so.3: cannot open shared object file: No such file or directory"],
+            "no-library",
+            "libbelt.so.3",
+        ),
+        (
+            [
+                "a.out: error while loading shared libraries: liba.so.1: libbelt.so.3: cannot open shared object file: No"
+            ],
+            "no-library",
+            "library libbelt.so.3 is",
+        ),
+        (
+            [
+                "[E:onnxruntime] Failed to load library /env/libonnxruntime_providers_cuda.so with error: libcublasLt.so.12: cannot open shared object file: No"
+            ],
+            "no-library",
+            "libcublasLt.so.12",
+        ),
+        (
+            ["Could not load library libcudnn_adv.so.9. Error: libnvrtc.so.12: cannot open shared object file: No"],
+            "no-library",
+            "libnvrtc.so.12",
+        ),
+        (
+            ["Could not load library libcudnn_adv.so.9. Error: libcuda.so.1: cannot open shared object file: No"],
+            "no-driver",
+            "libcuda.so.1",
+        ),
+        (
+            ["OSError: /env/libbelt.so: libcuda.so.1: cannot open shared object file: No such file or directory"],
+            "no-driver",
+            "libcuda.so.1",
+        ),
+        (
+            ["ImportError: libcudnn.so.8: cannot open shared object file: No such file or directory"],
+            "cudnn-absent",
+            "libcudnn.so.8",
+        ),
+        (
+            [
+                "OSError: /env/libbelt.so.1: symbol belt_slack version libslack.so.2 not defined in file libslack.so.2 with link time reference"
+            ],
+            "symbol-missing",
+            "belt_slack, which libslack.so.2, as it was loaded, lacks",
+        ),
+        (
+            [
+                "/lib/a.so: symbol belt_slack, version SLACK_2 not defined in file libslack.so.2 with link time reference"
+            ],
+            "symbol-missing",
+            "libslack.so.2",
+        ),
+        (
+            [
+                "  what():  [enforce fail at /src/gloo/transport/tcp/pair.cc:410] optval == 0. 113 vs 0. SO_ERROR: No route to host"
+            ],
+            "gloo-connect",
+            "No route to host",
+        ),
+        (
+            [
+                "Platform: osx-arm64",
+                "ResolvePackageNotFound:",
+                "  - ncurses=6.4=h6a678d5_0",
+            ],
+            "conda-builds",
+            "for osx-arm64, as ncurses",
+        ),
+        (
+            [
+                "FATAL:   nvidia-container-cli not allowed in setuid mode",
+                "ERROR  : Failed to create user namespace: user namespace disabled",
+            ],
+            "apptainer-nvccli",
+            "namespaces: user namespace disabled",
+        ),
+        (
+            [
+                "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 80, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
+            ],
+            "port-of-system",
+            "port 80 is in use",
+        ),
+        (
+            [
+                "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 1024, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
+            ],
+            "port-in-use",
+            "port 1024 is in use",
+        ),
     ],
 )
 def test_a_reason_in_another_line_or_a_number_is_read(lines: list[str], rule: str, words: str) -> None:
@@ -2743,7 +2859,10 @@ def test_a_line_has_the_marks_of_all_patterns_that_match_it() -> None:
 
 
 def test_each_pattern_has_a_text_that_few_lines_contain() -> None:
-    rare = {'^(?:\\d+: ?)?"(?P<module>[^"]+)"(?:\\s+"[^"]+")*\\s*$'}
+    rare = {
+        '^(?:\\d+: ?)?"(?P<module>[^"]+)"(?:\\s+"[^"]+")*\\s*$',
+        r"^  - (?P<what>[\w.-]{1,100}==?[^\s=]{1,60}=[^\s=]{1,100})\s*$",
+    }
     for rule in EVERYWHERE:
         for pattern in rule.patterns:
             assert min(map(len, pattern.needles), default=0) >= 5 or pattern.regex.pattern in rare, pattern
@@ -3126,6 +3245,69 @@ def test_an_exception_that_lets_other_ranks_wait_comes_before_the_time_limit() -
 def test_a_line_without_a_reason_or_with_a_way_on_claims_no_cause(line: str) -> None:
     found = diagnose([("log", [line, "item 7"])], load_rules()).findings
     assert [one.id for one in found if one.kind == "cause"] == []
+
+
+@pytest.mark.parametrize("refusal", ["/etc/belt.sh: No such file or directory", "belt: command not found"])
+def test_a_script_goes_on_after_what_its_shell_does_not_find(refusal: str) -> None:
+    line = f"./train.sh: line 6: {refusal}"
+
+    def first(*lines: str) -> list[str]:
+        found = diagnose([("log", lines)], load_rules())
+        return [found.verdict, *(one.text for one in found.exception)]
+
+    assert first(line, "Error: the belt is loose") == ["program", "Error: the belt is loose"]
+    assert first(line, "done") == ["symptom"]
+    assert first(line, "srun: error: n1: task 0: Exited with exit code 127") == ["cause"]
+    assert first("start", line) == ["cause"]
+
+
+def test_an_exception_that_numpy_prints_and_survives_is_not_the_programs() -> None:
+    printed = [
+        "A module that was compiled using NumPy 1.x cannot be run in",
+        "NumPy 2.1.2 as it may crash.",
+        "Traceback (most recent call last):",
+        '  File "/work/train.py", line 3, in <module>',
+        "    import belt",
+        "AttributeError: _ARRAY_API not found",
+    ]
+    assert [one.kind for one in diagnose([("log", printed)], load_rules()).findings] == ["cause"]
+    found = diagnose([("log", [*printed, *_TRACEBACK])], load_rules())
+    assert found.verdict == "program" and found.exception[-1].text == _TRACEBACK[-1]
+    assert [(one.id, one.kind) for one in found.findings] == [("numpy-abi", "symptom")]
+
+
+def test_a_process_that_ended_itself_for_an_exception_did_not_crash() -> None:
+    thrown = ["terminate called after throwing an instance of 'belt::Loose'", "  what():  the belt is loose"]
+    assert "worker-crashed" not in told(*thrown, "mpirun noticed that process rank 1 exited on signal 6 (Aborted).")
+    assert "worker-crashed" in told("mpirun noticed that process rank 1 exited on signal 6 (Aborted).")
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.", "--mem"),
+        ("=>> PBS: job killed: mem 9kb exceeded limit 8kb", "--mem"),
+        ("Container killed by YARN for exceeding memory limits. 7 GB of 4 GB used", "--mem"),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.", "bsub"),
+    ],
+)
+def test_advice_about_memory_is_that_of_the_scheduler(line: str, wrong: str) -> None:
+    assert wrong not in diagnose([("log", [line])], load_rules()).findings[0].hint
+
+
+def test_a_line_is_shown_once_whatever_matches_in_it() -> None:
+    long = f"n1:7:9 [0] misc/shmutils.cc:132 NCCL WARN {'x' * 200} Error while creating shared memory segment /dev/shm/nccl-a (size 96), error: No space left on device (28)"
+    found = diagnose(
+        [("log", ["The node was low on resource: memory. " + "y" * 300 + " Reason: Evicted", long])], load_rules()
+    )
+    for one in found.findings:
+        assert len({row.line for row in one.evidence}) == len(one.evidence)
+    message = (
+        "Message: The node was low on resource: memory. Threshold quantity: 1, available: 2. "
+        + "Container a was using 3Gi, request is 0, " * 6
+    )
+    evidence = diagnose([("log", [message])], load_rules()).findings[0].evidence
+    assert [row.line for row in evidence] == [1]
 
 
 def test_numbers_of_files_are_no_magic_of_nccls_sockets() -> None:

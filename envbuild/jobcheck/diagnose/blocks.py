@@ -42,6 +42,8 @@ _ENDS = ("SystemExit", "KeyboardInterrupt")
 _CHAINED = re.compile(r"During handling of the above exception|The above exception was the direct cause")
 # Python and its logging tell of exceptions that end nothing.
 _IGNORED = re.compile(r"Exception ignored in|--- Logging error ---")
+# NumPy prints this exception of an extension and goes on: its import may succeed.
+_PRINTED = "_ARRAY_API not found"
 # Exceptions that report another process' failure, or another exception that stands elsewhere in the log.
 _RELAYS = re.compile(
     r"CalledProcessError|ChildFailedError|process \d{1,4} terminated with exit code|\bExceptionGroup: "
@@ -70,11 +72,16 @@ NAMED_EXCEPTION = re.compile(
 # Lines after which scripts and programs mostly continue: a refusal of a command, or a note of a library.
 REMARK = re.compile(
     r"\bslurm(?:stepd|d)\S{0,60}: error: |\b(?:ModuleNotFound|Import)Error: |\bNo module named '|was compiled without"
+    r"|compiled using NumPy 1\.x"
     r"|: (?:(?:command )?not found|No such file or directory|Permission denied)\s*$|\bNCCL INFO |\bOpenBLAS |\bkernel: "
     r"|^(?:\S{1,60}: )?(?:tee|mkdir|cp|mv|ln|git|fatal|ssh|scp|rsync|curl|wget|wandb|nvidia-smi)\b.{0,40}: |^which: no "
     r"|^Host key verification failed|^Failed to initialize NVML|^No devices were found|\bslurm_\w{3,40}\b.{0,9} error: "
 )
-# The same, or an exception.
+# Refusal by a shell, whose script goes on unless it has `set -e`.
+OF_SHELL = re.compile(
+    r": line \d{1,6}: .{1,300}: (?:(?:command )?not found|No such file or directory|Permission denied)\s*$"
+)
+# A remark, or an exception.
 SURVIVED = re.compile(rf"{NAMED_EXCEPTION.pattern}|{REMARK.pattern}")
 WARNING = re.compile(r"\b(?:[A-Z]\w{0,80})?[Ww]arning: |\bWARN(?:ING)?\b|(?:^|\s)\[?W(?:\d{4})? |: W \w+/")
 # Warnings of a fault: NCCL has no other word for an error, and torch goes on without a peer or GPU that it cannot use.
@@ -113,6 +120,7 @@ _OF_LAUNCHERS = re.compile(
     r"|\bframe #\d|MPI_ABORT was invoked|Failed to invoke spank plugin stack|Job step aborted|Unable to register cu\w+"
     r"|^\W*(?:FAILED|ERROR|Failed)\b\W*(?:(?:done )?(?:at|on)\b.{0,60})?$"
     r"|\(ignored\)\s*$|Exception ignored in|non-zero exit code\. Per user-direction|FAILED with no error file"
+    r"|_ARRAY_API not found"
 )
 # Each line that decides contains one of these.
 SIGNS = (
@@ -304,6 +312,8 @@ class Exceptions:
         if match is None:
             return belongs
         if trace.ignored or trace.launcher or match["name"] in _ENDS or match["module"].startswith(_OF_TORCHRUN):
+            return True
+        if _PRINTED in text:
             return True
         if self._after:
             self.best.led = (line,)

@@ -25,6 +25,7 @@ from envbuild.jobcheck.diagnose.blocks import (
     FRAME,
     GOES_ON,
     GRAVE,
+    OF_SHELL,
     REMARK,
     RULE,
     SIGNS,
@@ -410,7 +411,7 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Diagnosi
         () if course.passed(words.order) else tuple(_evidence(line, words.at) for line in (*words.lines, *words.led))
     )
     message = words if shown else Words()
-    held = [_without_claim(rule, result, message, held, reader.total) for rule, result in held]
+    held = [_without_claim(rule, result, message, held, (course.failed, reader.total)) for rule, result in held]
     held.sort(key=lambda row: (KINDS.index(row[1][1].kind), -row[0].rank, row[1][0]))
     held = [*held[:1], *((rule, (order, _as_symptom(finding))) for rule, (order, finding) in held[1:])]
     held.sort(key=lambda row: (KINDS.index(row[1][1].kind), -row[0].rank, row[1][0]))
@@ -429,14 +430,16 @@ def _without_claim(
     result: tuple[int, DiagnosisFinding],
     words: Words,
     held: Sequence[tuple[DiagnosisRule, tuple[int, DiagnosisFinding]]],
-    end: int,
+    ends: tuple[int, int],
 ) -> tuple[DiagnosisRule, tuple[int, DiagnosisFinding]]:
     """Return a cause as a symptom if the program survived it: its lines say so, or another reason ended the program.
 
     Programs continue after warnings, and often after lines of a rule that `passes`, such as the exception of an
     optional import, or a command of the shell that is not there. They then end with another exception, or for the
-    reason of a rule that `ends`, to which no earlier line leads. `end` is the number of the last line.
+    reason of a rule that `ends`, to which no earlier line leads. A script continues after a line of its shell if
+    more lines follow and no process failed. `ends` are the numbers of the last failure's line and of the last line.
     """
+    failed, end = ends
     order, finding = result
     if rule.kind != "cause":
         return rule, result
@@ -449,15 +452,15 @@ def _without_claim(
     ended = [other for other, (at, _) in others if other.ends and at > order and other.kind == "cause"]
     led = any(rule.id in other.follows and words.marks.intersection((*other.any, *other.all)) for other, _ in held)
     last = words.weight == Weight.ENDED and order < words.order
+    own = words.marks.intersection((*rule.any, *rule.all))
+    of_shell = rule.passes and rule.rank <= _ROOT and all(OF_SHELL.search(line) for line in lines)
+    spoke = words.weight >= Weight.REFUSAL and order < words.order and not own
     survived = (
         all(GOES_ON.search(line) for line in lines)
         or (rule.passes and mild and order < end)
+        or (of_shell and (spoke or failed < order < end))
         or any(mild or (rule.passes and (remarked or other.rank > _ROOT)) for other in ended)
-        or (
-            last
-            and not (led or words.marks.intersection((*rule.any, *rule.all)))
-            and (warned or (rule.passes and mentioned))
-        )
+        or (last and not (led or own) and (warned or (rule.passes and mentioned)))
     )
     return rule, (order, _as_symptom(finding) if survived else finding)
 
@@ -481,7 +484,15 @@ def _comes_before(rule: DiagnosisRule, result: tuple[int, DiagnosisFinding], wor
 
 def _with_words(finding: DiagnosisFinding, words: tuple[Evidence, ...]) -> DiagnosisFinding:
     """Return `finding` with the lines of the exception that it explains, the location first."""
-    return replace(finding, evidence=tuple(dict.fromkeys((*words, *finding.evidence))))
+    return replace(finding, evidence=_distinct((*words, *finding.evidence)))
+
+
+def _distinct(evidence: Iterable[Evidence]) -> tuple[Evidence, ...]:
+    """Return the first part of each line: patterns may match at different places of a long line."""
+    lines: dict[tuple[str, int], Evidence] = {}
+    for row in evidence:
+        lines.setdefault((row.file, row.line), row)
+    return tuple(lines.values())
 
 
 def explain(text: str, place: Place) -> str:
@@ -575,7 +586,7 @@ def _found(
         redact(_filled(rule.cause, groups)) + alone,
         redact(_filled((course.pods and rule.pod_hint) or rule.hint, groups)),
     )
-    finding = DiagnosisFinding(rule.id, rule.kind, cause, hint, rule.source, tuple(evidence))
+    finding = DiagnosisFinding(rule.id, rule.kind, cause, hint, rule.source, _distinct(evidence))
     return min((lines.order for lines in shown), default=0), finding
 
 
