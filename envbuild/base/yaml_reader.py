@@ -24,13 +24,13 @@ def parse_yaml(
     from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
 
     yaml = YAML(typ=typ, pure=True)
-    found = events = 0
+    alias_count = events = 0
     around: list[tuple[Any, int]] = []  # the anchor of each collection that is open, and the events before it
     sizes: dict[Any, int] = {}  # events of a collection, by its anchor
 
     class Bounded(yaml.Parser):  # type: ignore[name-defined, misc]
         def get_event(self) -> Any:
-            nonlocal found, events
+            nonlocal alias_count, events
             event = super().get_event()
             if isinstance(event, CollectionStartEvent):
                 around.append((event.anchor, events))
@@ -38,11 +38,11 @@ def parse_yaml(
                 anchor, before = around.pop()
                 sizes[anchor] = events - before + 1
             elif isinstance(event, AliasEvent):
-                found += 1
+                alias_count += 1
                 events += sizes.get(event.anchor, 0) if expanded else 0
             events += 1
             depth = len(around)
-            if depth > _DEEPEST or found > aliases or events > _EVENTS:
+            if depth > _DEEPEST or alias_count > aliases or events > _EVENTS:
                 excess = f"{_DEEPEST} levels" if depth > _DEEPEST else f"{aliases} aliases"
                 excess = excess if events <= _EVENTS else f"{_EVENTS} values, keys and lists"
                 raise error(f"{name}:{event.start_mark.line + 1}: more than {excess}", hint)

@@ -552,10 +552,10 @@ def _is_true(words: list[str]) -> bool | None:
             return not value
         case ["-n", value]:
             return bool(value)
-        case [one, "=" | "==", other]:
-            return one == other
-        case [one, "!=", other]:
-            return one != other
+        case [left, "=" | "==", right]:
+            return left == right
+        case [left, "!=", right]:
+            return left != right
     return None
 
 

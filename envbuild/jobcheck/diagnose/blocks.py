@@ -40,7 +40,7 @@ _LAUNCHER = re.compile(r"/torch/distributed/(?:run|launch|launcher/api)\.py$|/bi
 _OF_TORCHRUN = "torch.distributed.elastic."
 _ENDS = ("SystemExit", "KeyboardInterrupt")
 _CHAINED = re.compile(r"During handling of the above exception|The above exception was the direct cause")
-# Python and its logging tell of exceptions that end nothing.
+# Reports of Python and its logging about exceptions that do not end the program.
 _IGNORED = re.compile(r"Exception ignored in|--- Logging error ---")
 # NumPy prints this exception of an extension and goes on: its import may succeed.
 _PRINTED = "_ARRAY_API not found"
@@ -156,7 +156,7 @@ class Line(NamedTuple):
 
 
 class Weight(IntEnum):
-    """How well a message explains a failure; of equal weights the first message counts, but up to ERROR the last."""
+    """Weight of a message as an explanation; of equal weights the first message counts, but up to ERROR the last."""
 
     NOTHING = 0
     MENTION = 1
@@ -219,7 +219,7 @@ class _After:
 class Exceptions:
     """Reader of log lines that finds the program's best error message, `words`, except torchrun's and ignored ones.
 
-    The frames before an exception tell its location.
+    The frames before an exception are its location.
     """
 
     best: Words = field(default_factory=Words)
@@ -239,7 +239,7 @@ class Exceptions:
         frames = next(
             (trace for trace in self._open.values() if trace.last and not trace.launcher | trace.ignored), None
         )
-        # A program goes on after what it says before a traceback.
+        # A program continues after its messages before a traceback.
         late = frames is not None and self.best.weight <= Weight.REFUSAL and self.best.order < self._begun
         if frames is None or (self.best.weight > Weight.FRAME and not late):
             return self.best

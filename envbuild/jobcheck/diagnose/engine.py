@@ -43,7 +43,7 @@ from envbuild.jobcheck.diagnose.rules import KINDS, DiagnosisRule, Kind, LinePat
 Mark = TypeVar("Mark", bound=Hashable)
 Verdict = Literal["cause", "program", "symptom", "none"]
 _DIGIT_BYTES = b"0123456789"
-# How often characters occur in logs, by classes: per 1,000 characters; all others, such as capitals, are rare.
+# Frequency of characters in logs, by classes: per 1,000 characters; all others, such as capitals, are rare.
 _COMMON = {60: b" e", 40: b"atnorsi", 20: b'cdlmpu."_-/:', 10: b"bfghkwvy,=[]()", 5: b"xzjq'"}
 _RARE = 1
 # The shapes that are remembered, and their characters in all.

@@ -19,7 +19,7 @@ from envbuild.jobcheck.diagnose.rules import needles
 FaultKind = Literal["plugin missing", "plugin failed", "no adapter", "fatal", "error"]
 Kind = Literal["version", "network", "transport", "plugin", "provider"] | FaultKind
 FAULTS: tuple[Kind, ...] = get_args(FaultKind)
-_SAID = re.compile(r"\bNCCL (?P<level>INFO|WARN|TRACE|ATTN|ABORT) (?P<text>.*)")
+_MESSAGE = re.compile(r"\bNCCL (?P<level>INFO|WARN|TRACE|ATTN|ABORT) (?P<text>.*)")
 # Printed without a prefix; some releases print it to standard output even if the log goes to a file.
 _VERSION = re.compile(r"\bNCCL version (\d\S*)\s*$")
 
@@ -93,7 +93,7 @@ def _events(lines: Iterable[str]) -> Iterator[tuple[Kind, str, str]]:
     """Yield (kind, value, cause) for each recognised line."""
     harmless = re.compile(load_table("nccl_log")["harmless"])
     for line in lines:
-        match = _SAID.search(line)
+        match = _MESSAGE.search(line)
         if match is None:
             if version := _VERSION.search(line):
                 yield "version", version[1], ""

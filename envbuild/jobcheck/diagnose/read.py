@@ -107,7 +107,7 @@ def is_record(path: Path) -> bool:
         with path.open("rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC
     except OSError:
-        return False  # whoever reads it as a log says why
+        return False  # reading it as a log reports the error
 
 
 def read_record(path: Path) -> RankRecord | None:

@@ -25,9 +25,9 @@ class ScriptFacts:
     the output comes at the end, unless one of these directives is there. `submitted` is the variable with the folder
     of the submission, if the scheduler runs a copy of the script elsewhere. `optional` are the variables of a job that
     only these directives set. `cpus` returns the CPUs that the directives give to one process on each node, None if
-    they do not tell. `whole` are the directives that ask for whole nodes. `shell` is the option that names the
-    interpreter, which a script's first line need not do. `chunks`: resources are asked for in chunks.
-    `reads_on`: it may read directives behind the first command; the documentation does not tell.
+    unknown. `whole` are the directives that ask for whole nodes. `shell` is the option that names the
+    interpreter, which a script's first line need not do. `chunks`: resources are requested in chunks.
+    `reads_on`: it may read directives behind the first command; the documentation leaves it open.
     """
 
     marker: str

@@ -31,7 +31,7 @@ _MODULES = (rendezvous, slips, environment, faults, status, resources)
 RULES: tuple[Callable[[ParsedScript], Iterator[Found]], ...] = tuple(
     rule for module in _MODULES for name, rule in vars(module).items() if name.startswith("of_")
 )
-# What a template is for.
+# Names of templates, and the faults that a template has on purpose.
 _TEMPLATE = re.compile(r"template[^/]*$|\.(?:tmpl|tpl|mako|j2|jinja2?)$")
 _OF_TEMPLATES = ("directive-variable", "placeholder")
 # Files of other languages. One with a scheduler's directives is a job script all the same.
@@ -123,7 +123,7 @@ def lint(text: str, name: str, schedulers: Mapping[str, ScriptFacts]) -> list[Pr
 def _is_proven(script: ParsedScript, finding: Found, fault: LintRule) -> bool:
     """Return whether the script alone proves a finding.
 
-    It does not if the caller, the environment, another file or a branch may decide, or if the script is a template.
+    It does not if the caller, the environment, another file or a branch may change it, or if the script is a template.
     """
     if script.template or _COMPONENTS.search(script.text) or _OF_OTHERS.search(script.text):
         return False
@@ -134,7 +134,7 @@ def _is_proven(script: ParsedScript, finding: Found, fault: LintRule) -> bool:
         return True
     every = (script.directive("--ntasks", "-n") if script.has_steps else None) or (0, "")
     if not script.directives or (whole_number(every[1]) or 10**9) < (script.nodes or (0, 0))[1]:
-        return False  # nobody knows who starts it, and how often; or Slurm takes fewer nodes
+        return False  # the number of starts is unknown, or Slurm takes fewer nodes
     begun = (command.line for command in script.commands if not command.captured)
     at = max((line for line in begun if line <= finding.line), default=0)
     own = [command for command in script.commands if directive or command.line == at]

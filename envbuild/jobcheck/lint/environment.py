@@ -24,7 +24,7 @@ _DEFAULT = re.compile(r"\W?\$\{\w+:?-")
 _WRITES = re.compile(r"(?<![>&\d])>\s*+(?!/dev/)([\w./-]++)\s*+(?:2>\s*+&1)?\s*+&?\s*+$")
 _WRITTEN = re.compile(r"(?:(?<!<)[>&]>?|\btee(?: -a)?)[ ]?['\"]?(?:\./)?([A-Za-z][\w-]{0,40})/[\w.${}%/-]{1,100}")
 _MAKES = frozenset(["mkdir", "install", "cd", "tar", "git", "unzip", "cp", "rsync"])
-# What makes the name of a log one of a task, and of a run. $(date …) of PBS's directives is no such thing.
+# Parts of a log's name that differ by task, and by run. PBS does not expand $(date …) in directives.
 _OF_TASK = re.compile(r"%\d*[ajJI]|\$|\^array|\{")
 _LOG = re.compile(r"[^/]\.(?:log|out|err|txt|[oe])$")
 _OF_RUN = re.compile(r"%\d*A")
@@ -51,7 +51,7 @@ _OF_JOB_ON_NODE = re.compile(
 _OF_NODE = re.compile(
     r"\$\{?(?:SLURM_TMPDIR|TMPDIR|PBS_JOBFS|LOCAL_SCRATCH|LOCALSCRATCH)\}?|/(?:tmp|dev/shm|mnt/bb)(?:/[\w.$-]+)?"
 )
-# Launchers that start programs in a login's environment, and what a command does to set up its own.
+# Launchers that start programs in a login's environment, and the words of a command that sets up its own.
 _FRESH = frozenset(["pbsdsh", "ssh", "pdsh", "clush"])
 _SETS_UP = re.compile(r"\b(?:export|source|module|env|activate|bashrc|profile)\b|(?:^| )-l\w*c\b|(?:^|[;&] ?)\. ")
 _STARTS = re.compile(r"\b(?:python[\d.]*|torchrun|deepspeed|accelerate)\b|\.py\b")

@@ -50,9 +50,9 @@ def lint_manifest(text: str, name: str) -> Iterator[Found]:
     Raises UsageError for text that is not YAML.
     """
     for fault in load_faults().values():
-        found_in = fault.manifest.search(text) if fault.manifest else None
-        if found_in and not (fault.unless and fault.unless.search(text)):
-            yield Found(fault.id, text.count("\n", 0, found_in.start(0)) + 1, found_in[0].strip())
+        match = fault.manifest.search(text) if fault.manifest else None
+        if match and not (fault.unless and fault.unless.search(text)):
+            yield Found(fault.id, text.count("\n", 0, match.start(0)) + 1, match[0].strip())
     for document in parse_yaml(text, name, UsageError, _HINT, typ="rt", aliases=_ALIASES):
         if isinstance(document, Mapping):
             ends = str(document.get("kind")).endswith("Job")

@@ -16,7 +16,7 @@ TRAINS = re.compile(r"(?:python[\d.]*|torchrun|accelerate|deepspeed|horovodrun)"
 _IN_SHELL = re.compile(
     r"\b(?:python|torchrun|accelerate|deepspeed)|\.(?:py|sh)\b|^\$|\$\{?\w{0,40}(?:CMD|LAUNCH|RUN|SCRIPT)"
 )
-# How many ranks accelerate and deepspeed start.
+# Options for the number of ranks that accelerate and deepspeed start.
 RANK_OPTIONS = ("--num_processes", "--num-processes", "--num_gpus")
 # Programs of steps before the training.
 ASKS = WORDS["asks"]

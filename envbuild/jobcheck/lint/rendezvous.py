@@ -435,7 +435,7 @@ def of_literal_hosts(script: ParsedScript) -> Iterator[Found]:
             host = launch.options.get(name, "")
             if _LITERAL_HOST.fullmatch(host) and not host.startswith("localhost"):
                 yield Found("endpoint-fixed", script.where(host[:20], launch.command.line), host.partition(":")[0])
-    # Where the directives name the nodes, their addresses are known.
+    # If the directives name the nodes, the author knows their addresses.
     pinned = script.directive("--nodelist", "-w") or "host=" in script.text
     for command, value in script.exported("MASTER_ADDR") if script.several and script.facts and not pinned else ():
         if _ADDRESS.fullmatch(value) and not command.file:

@@ -24,7 +24,7 @@ _PLACEHOLDER = re.compile(
 _MISSING = re.compile(
     r"\s*(?:el)?if [^!]{0,99}![^-\w]{0,3}(?:-[defxs] |(?:command -v|which|type|hash|pip3? show|python[\d.]* -c)\b)"
 )
-# What a program or a reader fills in, in a directive.
+# Part of a directive that a program or a reader fills in.
 _GAP = re.compile(r"\{\{|\{%|(?<!\$)\{[A-Za-z_][\w.]*\}|@[A-Za-z_]\w*@|<[A-Za-z][\w -]*>")
 _OTHER_LANGUAGE = re.compile(r"#!.*\b(?:python|perl|julia|Rscript|R\b|ruby|node|groovy)")
 # Variables that the scheduler sets: another value in a branch of an `if` is for a run outside of a job.
@@ -158,7 +158,7 @@ class ParsedScript:
         return exclusive or most >= 8 or self.is_cray or (self.undivided and not 0 < self.gpus < 4)
 
     def moves_to(self, folder: str) -> bool:
-        """Return whether the script changes to `folder`, or creates it: then it is there."""
+        """Return whether the script changes to `folder`, so that the folder exists."""
         return any(folder in command.words for command in self.commands if command.program in ("cd", "pushd"))
 
     @functools.cached_property

@@ -106,7 +106,7 @@ class Reader:
         return inside
 
     def ends(self, opening: str, begun: int) -> None:
-        """Skip the character that ends what `opening` began in line `begun`; at the end of the text there is none."""
+        """Skip the closing character of `opening` in line `begun`; at the end of the text, record it as unclosed."""
         if self.at >= len(self.text):
             self.blocks.append((opening, begun))
         self.take()

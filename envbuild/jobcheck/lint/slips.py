@@ -56,7 +56,7 @@ _OPERATOR = re.compile(r"(?<=[\w\"'/.-]) (\|&?|&&|2>&1|&?>>?) (?=[\w\"'/$.|])")
 _WARNINGS = frozenset(["USR1", "USR2", "10", "12"])
 _LOOPS = re.compile(r"\b(?:for|select|(?:read|mapfile|readarray)(?: -\w{1,9}){0,3}|getopts \S{1,99}) (\w+)")
 _COMMENTED = re.compile(r"^[ \t]*#+[ \t]*(?:export[ \t]+)?([A-Z][A-Z0-9_]{3,})=", re.MULTILINE)
-# What users' environments, modules and activated environments set.
+# Variables that users' environments, modules and activated environments set.
 _FROM_OUTSIDE = re.compile(
     r"CUDA|CONDA|NCCL|OMP|MPI|LD_|PATH$|.*(?:PATH|HOME|ROOT|DIR|SCRATCH|TMP|KEY|TOKEN)$|ROCR|HIP"
 )
@@ -70,7 +70,7 @@ _HELPERS = re.compile(r"die|usage|(?:show|print)_(?:help|usage)|error_exit|fatal
 # Variables that are read. Those in upper case may come from the environment: they are compared only with names that
 # differ in underscores.
 _READ = re.compile(r"(?<!\\)\$(?:([a-z][a-z0-9_]*|[A-Z]\w*)\b|\{([a-z][a-z0-9_]*|[A-Z]\w*)\})")
-_TOLD = re.compile(r"(?<![\w${\\-])[a-z][a-z0-9_]*")
+_WORDS_OF_CODE = re.compile(r"(?<![\w${\\-])[a-z][a-z0-9_]*")
 # Variables that programs read, and schedulers do not set.
 _OF_PROGRAMS = re.compile(r"(?:NCCL|GLOO|TORCH)_\w+|MASTER_(?:ADDR|PORT)|CUDA_(?:DEVICE_ORDER|LAUNCH_BLOCKING)")
 _QUOTES = frozenset(["awk", "sed", "perl", "jq", "bash", "sh", "csh", "envsubst", "xargs", "find", "trap", "python"])
@@ -329,7 +329,7 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
     defined = {command.function for command in script.commands}
     outside = (_FROM_SITE if option_set(script, NOUNSET) else _FROM_OUTSIDE).match  # -u ends the job
     elsewhere = sets_elsewhere(script)
-    mentioned = set(_TOLD.findall(script.code))
+    mentioned = set(_WORDS_OF_CODE.findall(script.code))
     others = {name.lower() for name in script.values} - script.values.keys() - mentioned
     squeezed = {name.replace("_", "").rstrip("S"): name for name in script.values if name.isupper()}
     commented = set(_COMMENTED.findall(script.text)) - set(script.values)

@@ -30,7 +30,7 @@ _OPTION = re.compile(r"-|\W?$|[A-Za-z_]\w*=|wandb (?:offline|online|login|sync|o
 _OPTIONS = re.compile(r"(\.(?:py|sh)\b(?: [a-z]\w*)?) .*", re.DOTALL)  # behind a program and its command
 _SCRIPT = re.compile(r"(?:(?:ba)?sh )?[\w./${}-]{1,200}\.sh(?: |$)")
 # The exit code of the training is asked for, and only a message follows a bad one.
-_TOLD = re.compile(
+_COMPARED = re.compile(
     r"^\s*(?:if|elif)? ?\[{1,2} \"?\$(?:\?|\{?(?i:\w*(?:exit|status|code|ret|rc)\w*)\}?)\"? *(?:-eq|-ne|==|=|!=) ",
     re.MULTILINE,
 )
@@ -49,13 +49,13 @@ def of_status(script: ParsedScript) -> Iterator[Found]:
         or list(_loop_status(script))
         or list(_first_of_two(script))
         or list(_last_step(script))
-        or _told_status(script)
+        or _printed_status(script)
     )
 
 
-def _told_status(script: ParsedScript) -> Iterator[Found]:
-    """Find exit codes that a script asks for, to print a message alone."""
-    asked = _TOLD.search(script.code) if script.facts and not script.submits else None
+def _printed_status(script: ParsedScript) -> Iterator[Found]:
+    """Find scripts that check an exit code only to print a message."""
+    asked = _COMPARED.search(script.code) if script.facts and not script.submits else None
     if asked and not (_LEAVES.search(script.code) or option_set(script, ERREXIT)):
         yield Found("status-lost", script.where(asked[0].strip()), "the message behind it", level="hint")
 
@@ -79,7 +79,7 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
     while end < len(script.lines) and script.lines[end - 1].endswith("\\"):
         end += 1
     after = [command for command in top[at + 1 :] if command.words and command.line > end]
-    # What follows an exit outside of conditions never runs.
+    # Commands after an exit outside of conditions never run.
     exits = (n for n, command in enumerate(after, 1) if re.fullmatch(r"exit\s*", script.lines[command.line - 1]))
     after = after[: next(exits, len(after))]
     quiet = all(command.program in _MESSAGES or command.program in ("conda", "deactivate", "exit") for command in after)
