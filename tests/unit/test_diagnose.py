@@ -3261,6 +3261,50 @@ def test_a_script_goes_on_after_what_its_shell_does_not_find(refusal: str) -> No
     assert first("start", line) == ["cause"]
 
 
+def test_a_command_that_a_shell_lacks_does_not_explain_a_programs_own_error() -> None:
+    lines = ["bash: line 2: module: command not found", "Error: the belt is loose"]
+    found = diagnose([("log", lines)], load_rules())
+    assert (found.verdict, found.findings[0].id, found.findings[0].kind) == ("program", "module-command", "symptom")
+    assert diagnose([("log", lines[:1])], load_rules()).verdict == "cause"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "RuntimeError: Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU",
+        "AssertionError: Torch not compiled with CUDA enabled",
+        "ImportError: /env/belt.so: undefined symbol: _ZN4belt5slackEv",
+        "OSError: /env/libbelt.so: file too short",
+        "python: can't open file '/work/check.py': [Errno 2] No such file or directory",
+        "FATAL:   could not open image /images/old.sif: failed to retrieve path",
+        "nvidia-container-cli: initialization error: nvml error: driver not loaded",
+        "OMPI was not built with SLURM's PMI support and therefore cannot execute.",
+        "launcher 'pdsh' not installed.",
+    ],
+)
+def test_a_start_that_was_followed_by_training_did_not_fail(line: str) -> None:
+    lines = [line, *[_EPOCH] * 3, *_TRACEBACK]
+    found = diagnose([("log", lines)], load_rules())
+    assert [one.id for one in found.findings if one.kind == "cause"] == []
+    assert found.exception[-1].text == _TRACEBACK[-1]
+
+
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("FileNotFoundError: [Errno 2] No such file or directory: '/data/a b.txt'", "whether /data/a b.txt is"),
+        ("FileNotFoundError: [Errno 2] No such file or directory: 'a.txt'", "a relative path"),
+        ("./run.sh: line 4: data/a.txt: No such file or directory", "a relative path"),
+        ("python: can't open file '/work/a.py': [Errno 2] No such file or directory", "look for /work/a.py"),
+        ("python: can't open file 'a.py': [Errno 2] No such file or directory", "a relative path"),
+    ],
+)
+def test_only_a_relative_path_is_to_be_made_a_full_one(line: str, advice: str) -> None:
+    hint = diagnose([("log", [line])], load_rules()).findings[0].hint
+    assert advice in hint
+    assert ("relative" in hint) is ("relative" in advice)
+
+
 def test_an_exception_that_numpy_prints_and_survives_is_not_the_programs() -> None:
     printed = [
         "A module that was compiled using NumPy 1.x cannot be run in",

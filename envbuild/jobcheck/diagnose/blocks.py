@@ -79,7 +79,8 @@ REMARK = re.compile(
 )
 # Refusal by a shell, whose script goes on unless it has `set -e`.
 OF_SHELL = re.compile(
-    r": line \d{1,6}: .{1,300}: (?:(?:command )?not found|No such file or directory|Permission denied)\s*$"
+    r"(?:: line \d{1,6}|^(?:\S{0,100}/)?(?:ba|z|da)?sh): .{1,300}"
+    r": (?:(?:command )?not found|No such file or directory|Permission denied)\s*$"
 )
 # A remark, or an exception.
 SURVIVED = re.compile(rf"{NAMED_EXCEPTION.pattern}|{REMARK.pattern}")

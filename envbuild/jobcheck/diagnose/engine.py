@@ -453,12 +453,12 @@ def _without_claim(
     led = any(rule.id in other.follows and words.marks.intersection((*other.any, *other.all)) for other, _ in held)
     last = words.weight == Weight.ENDED and order < words.order
     own = words.marks.intersection((*rule.any, *rule.all))
-    of_shell = rule.passes and rule.rank <= _ROOT and all(OF_SHELL.search(line) for line in lines)
-    spoke = words.weight >= Weight.REFUSAL and order < words.order and not own
+    of_shell = rule.passes and all(OF_SHELL.search(line) for line in lines)
+    spoke = words.weight >= (Weight.ERROR if rule.rank > _ROOT else Weight.REFUSAL) and order < words.order
     survived = (
         all(GOES_ON.search(line) for line in lines)
         or (rule.passes and mild and order < end)
-        or (of_shell and (spoke or failed < order < end))
+        or (of_shell and ((spoke and not (led or own)) or (rule.rank <= _ROOT and failed < order < end)))
         or any(mild or (rule.passes and (remarked or other.rank > _ROOT)) for other in ended)
         or (last and not (led or own) and (warned or (rule.passes and mentioned)))
     )
