@@ -24,7 +24,7 @@ from typing import Any
 from ..loaded import interfaces
 from . import host as this_host
 from .files import FileCheck, changed_files
-from .model import DEVICES, UNKNOWN, Facts
+from .model import DEVICES, IMEX, UNKNOWN, Facts
 
 _LOOKUP_S = 4.0
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -45,9 +45,11 @@ def collect(
     """
     state = _state(Path(sys.prefix))
     devices = environ.get(DEVICES, "")
+    channels = environ.get(IMEX, "") if environ.get("NCCL_MNNVL_ENABLE") != "0" else ""
     jobs: dict[str, Callable[[], Any]] = {
         "gpus": lambda: this_host.gpus(environ),
         "provider": lambda: this_host.missing_provider(provider, devices, state) if provider else "",
+        "imex": lambda: this_host.missing_channel(channels) if channels else "",
         **({"files": partial(changed_files, Path(sys.prefix), files)} if files else {}),
         **{f"name {host}": partial(this_host.addresses_of, host) for host in hosts},
         **{f"reverse {address}": partial(this_host.name_of, address) for address in addresses},
@@ -73,6 +75,7 @@ def collect(
         gpus=results.get("gpus") or 0,
         driver=this_host.driver(this_host.text("/proc/driver/nvidia/version")),
         provider=results.get("provider", "fi_info did not end"),
+        imex=results.get("imex", ""),
         memlock=this_host.limit(resource.RLIMIT_MEMLOCK),
         cores=os.cpu_count() or 0,
         cores_allowed=len(os.sched_getaffinity(0)),

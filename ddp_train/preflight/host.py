@@ -1,7 +1,7 @@
 """Probes of this host with time limits: tools, look-ups, file systems, resource limits.
 
 Sources: statvfs(3), getrlimit(2), /proc/driver/nvidia (NVIDIA's driver),
-drivers/gpu/drm/amd/amdkfd/kfd_topology.c of the kernel (AMD's), fi_info(1) of libfabric.
+drivers/gpu/drm/amd/amdkfd/kfd_topology.c of the kernel (AMD's), fi_info(1) of libfabric, NVIDIA's "IMEX Channels".
 """
 
 from __future__ import annotations
@@ -84,6 +84,21 @@ def missing_provider(name: str, devices: str, state: Mapping[str, Any]) -> str:
     return "" if devices_found else f"no fi_info, and no {name} device ({pattern})"
 
 
+def missing_channel(folder: str) -> str:
+    """Return why this process cannot use a channel of NVIDIA's IMEX, whose device files are in `folder`, or "".
+
+    Only GPUs with a cluster, to which NVLink joins them, need one.
+    """
+    channels = sorted(glob.glob(f"{glob.escape(folder)}/channel*"))
+    if any(_opens(channel, os.O_RDONLY) for channel in channels):
+        return ""
+    done = _run("nvidia-smi", "-q")
+    clusters = re.findall(r"^\s*ClusterUUID\s*: ([0-9a-fA-F-]{36})\s*$", done.stdout if done else "", re.MULTILINE)
+    if not any(cluster.strip("0-") for cluster in clusters):
+        return ""
+    return f"{channels[0]} cannot be read" if channels else f"{folder} has no channel"
+
+
 def at_once(jobs: Mapping[str, Callable[[], Any]], limit_s: float, limits: Mapping[str, float]) -> dict[str, Any]:
     """Run all jobs in parallel and return the results of those that end in time.
 
@@ -134,9 +149,9 @@ def _run(tool: str, *arguments: str) -> subprocess.CompletedProcess[str] | None:
         return None
 
 
-def _opens(path: str) -> bool:
+def _opens(path: str, flags: int = os.O_RDWR) -> bool:
     try:
-        os.close(os.open(path, os.O_RDWR))
+        os.close(os.open(path, flags))
     except OSError:
         return False
     return True

@@ -13,6 +13,8 @@ UNLIMITED = -1
 UNKNOWN = "?"
 # Variable in which a job's script passes the files that show the adapters of the job's fabric on a node.
 DEVICES = "ENVBUILD_DEVICES"
+# Variable in which it passes the folder of IMEX's channels, if NVLink may join the nodes.
+IMEX = "ENVBUILD_IMEX"
 # Number of nodes or names that a line shows.
 SHOWN = 6
 # Names of packages with NCCL, without the CUDA version at the end.
@@ -27,8 +29,9 @@ class Facts:
     `source` is the source address of packets to the head. `names` maps hosts to the addresses that this node
     looks up: [] for an unknown name, None for a look-up that did not end in time. `lines` maps hosts to their
     lines in /etc/hosts, `reverse` addresses to names. `provider` is "" if the provider is present or not
-    required, else the reason of its absence. `changed` lists the files that differ from the environment's manifest,
-    UNKNOWN if they were not compared in time. `speeds` are the figures of speed.py, if they were requested.
+    required, else the reason of its absence; `imex` likewise for a channel of IMEX. `changed` lists the files that
+    differ from the environment's manifest, UNKNOWN if they were not compared in time. `speeds` are the figures of
+    speed.py, if they were requested.
     """
 
     hostname: str = ""
@@ -48,6 +51,7 @@ class Facts:
     gpus: int = 0
     driver: str = ""
     provider: str = ""
+    imex: str = ""
     memlock: int = UNLIMITED
     cores: int = 0
     cores_allowed: int = 0

@@ -155,6 +155,10 @@ def resources(nodes: Sequence[Node], required: Requirements) -> Iterator[Finding
             fault = f"lacks libfabric's provider {required.provider}: {facts.provider}"
             remedy = "use nodes with this network or another fabric; containers need /dev/infiniband or /dev/cxi*"
             yield Finding(FAIL, "fabric", at, fault, remedy)
+        if facts.imex:
+            fault = f"lacks a channel of NVIDIA's IMEX for NVLink between the nodes: {facts.imex}"
+            remedy = "NCCL fails or goes without: Slurm's switch/nvidia_imex, a ComputeDomain, or NCCL_MNNVL_ENABLE=0"
+            yield Finding(WARN, "imex", at, fault, remedy)
         if required.pins and UNLIMITED != facts.memlock < _LITTLE_MEMLOCK:
             fault = f"lets a process pin {_bytes(facts.memlock)} of memory"
             remedy = "ulimit -l unlimited (limits.conf, LimitMEMLOCK=infinity of slurmd): what is sent is pinned"

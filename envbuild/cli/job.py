@@ -17,7 +17,7 @@ from envbuild.cli.common import PATH, attested_images, check_out, hand_over, nex
 from envbuild.contract.kinds import kinds_of
 from envbuild.data.schedulers import LAUNCHER_NAMES, SCHEDULER_NAMES
 from envbuild.environment import own_command
-from envbuild.jobs.model import JobRequest, Strategy
+from envbuild.jobs.model import JobPlan, JobRequest, Strategy
 from envbuild.recipe.targets import host_arch
 from envbuild.site.settings import load_site
 
@@ -45,6 +45,23 @@ class _WithScript(click.Command):
                 "put -- before arguments of the training script: "
                 f"envbuild job … --script TRAIN.py -- {error.option_name} …",
             ) from None
+
+
+def explained(plan: JobPlan) -> list[tuple[str, str, str]]:
+    """Return (name, value, who set it) for every value of the job with a known origin."""
+    rows = []
+    variables = dict(plan.variables)
+    for key, origin in plan.origins.items():
+        head, _, rest = key.partition(".")
+        if head == "variables":
+            rows.append((rest, variables.get(rest, "counted on the node"), origin))
+        elif head == "artifact":
+            rows.append((key, f"{plan.artifact.path} ({plan.artifact.target})", origin))
+        elif head == "command":
+            rows.append((key, " ".join(plan.command), origin))
+        else:
+            rows.append((key, str(getattr(plan, head)), origin))
+    return rows
 
 
 @click.command("job", cls=_WithScript)
@@ -123,9 +140,10 @@ def job_command(
     """
     from envbuild.contract.receipt import is_quick
     from envbuild.job_inputs import check_gpus, check_trust, full_hint, open_artifact
-    from envbuild.jobs.plan import explained, no_scheduler_error, plan_job, scheduler_of, wanted_kinds
+    from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
     from envbuild.jobs.plan_checks import possible_faults
     from envbuild.jobs.schedulers import render
+    from envbuild.jobs.submit import no_scheduler_error
 
     check_out(out)
     where = load_site(os.environ, site)

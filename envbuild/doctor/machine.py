@@ -17,7 +17,7 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,10 @@ from envbuild.base import host as granted
 from envbuild.base.errors import EnvbuildError
 from envbuild.base.host import Mount, mount_of, read_mounts
 from envbuild.base.text import human_size
+from envbuild.data import load_table
 from envbuild.doctor.probe import Host, HostFinding, Status, find, first_line, read_text, run_probe
 from envbuild.environment import Environment
+from envbuild.gpus import gpu_of
 from envbuild.image.squashfs.model import NAMES, codec_of
 from envbuild.image.squashfs.tables import data_start, write_tables
 from envbuild.site.pip_config import PipConfig
@@ -109,7 +111,8 @@ def gpus(host: Host) -> list[HostFinding]:
         facts["cuda"] = _cuda(known)
         if library:
             cuda = f" (CUDA {', '.join(facts['cuda'])})" if facts["cuda"] else ""
-            return [HostFinding("GPU", "ok", f"{counted}, driver {known}{cuda}, {library}", facts=facts)]
+            found = HostFinding("GPU", "ok", f"{counted}, driver {known}{cuda}, {library}", facts=facts)
+            return [found, *_imex(host, names)]
         hint = "install the driver's libraries, or pass them into this container (--gpus all, --nv)"
         return [HostFinding("GPU", "warn", f"{counted}, but libcuda.so.1 is not found", hint, facts)]
     if tool or driver or devices:
@@ -124,6 +127,29 @@ def gpus(host: Host) -> list[HostFinding]:
         return [_amd(host)]
     text = "none: artifacts for CUDA can be built here, not verified"
     return [HostFinding("GPU", "info", text, "verify them in a job on a node with GPUs", facts)]
+
+
+def _imex(host: Host, names: Sequence[str]) -> list[HostFinding]:
+    """Check the channels of NVIDIA's IMEX if NVLink may join hosts with GPUs called `names`."""
+    row = load_table("gpus")["multi_node_nvlink"]
+    if set(row["names"]).isdisjoint(map(gpu_of, names)):
+        return []
+    folder: str = row["devices"]
+    readable, others = list[str](), list[str]()
+    for channel in sorted((host.root / folder[1:]).glob("channel*")):
+        try:
+            os.close(os.open(channel, os.O_RDONLY))
+            readable.append(channel.name)
+        except OSError as error:
+            others.append(f"{folder}/{channel.name}: {error.strerror}")
+    facts = {"channels": readable}
+    if readable:
+        return [HostFinding("IMEX", "ok", f"{', '.join(readable[:3])} can be read", facts=facts)]
+    if others:
+        hint = "let the administrator change its mode, or allow it in the job's control group"
+        return [HostFinding("IMEX", "warn", others[0], hint, facts)]
+    hint = "NVLink between hosts (GB200 NVL72) needs one in each job: Slurm's switch/nvidia_imex or a ComputeDomain"
+    return [HostFinding("IMEX", "info", f"no channel in {folder}", hint, facts)]
 
 
 def _amd(host: Host) -> HostFinding:

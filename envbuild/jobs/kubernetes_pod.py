@@ -339,6 +339,7 @@ def _preflight(plan: JobPlan) -> list[str]:
     alone = 'ENVBUILD_NODE=0 ENVBUILD_NODES=1 ENVBUILD_HOSTS="`uname -n`" ENVBUILD_ADDRESSES="$ENVBUILD_ADDRESS"'
     if devices := preflight_devices(plan.artifact.provider):
         alone += f" ENVBUILD_DEVICES={word(devices)}"
+    alone += f" ENVBUILD_IMEX={plan.imex()}" if plan.imex() else ""
     return [f'{alone} "$1" -m ddp_train.preflight {" ".join(words)} || exit 5']
 
 
@@ -348,7 +349,7 @@ def _shm(plan: JobPlan) -> str:
 
 
 def resources(plan: JobPlan) -> dict[str, Any]:
-    """Return a pod's limits, which are its requests too.
+    """Return a container's resources: its limits, which are its requests too.
 
     Raises UsageError when they lack the fabric's device, or the site's resources conflict with other settings.
     """
@@ -376,7 +377,7 @@ def resources(plan: JobPlan) -> dict[str, Any]:
     if problem := huge_pages_problem(limits):
         where = plan.site.origin("kubernetes", "resources")
         raise UsageError(f"{where}: {problem}", "set [node] cpus and memory")
-    return {"limits": limits} if limits else {}
+    return {"resources": {"limits": limits}} if limits else {}
 
 
 def _memory(text: str) -> str:

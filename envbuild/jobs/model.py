@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from envbuild.base.process import torchrun_word
 from envbuild.contract.kinds import ARTIFACTS, Artifact
 from envbuild.contract.verification import VerifySettings
+from envbuild.data import load_table
 from envbuild.recipe.targets import CPU, Accelerator, accelerator_of
 from envbuild.site.settings import Site
 
@@ -152,6 +153,12 @@ class JobPlan:
     def world_size(self) -> int:
         """The number of ranks on all nodes."""
         return self.nodes * self.nproc_per_node
+
+    def imex(self, group: str = "names") -> str:
+        """Return the folder of IMEX's channels, which ranks need if NVLink joins the nodes; "" for other GPUs."""
+        row = load_table("gpus")["multi_node_nvlink"]
+        joined = not set(row[group]).isdisjoint(self.site.node.gpu_types) and self.gpus_per_node and self.nodes > 1
+        return str(row["devices"]) if joined and ("NCCL_MNNVL_ENABLE", "0") not in self.variables else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping
 from pathlib import PurePath, PurePosixPath
 from typing import Any
 
 from envbuild.base.errors import UsageError
 from envbuild.base.files import absolute_path
-from envbuild.base.process import torchrun_word
 from envbuild.base.text import size
 from envbuild.contract.kinds import ARTIFACTS, Artifact, kinds_of
-from envbuild.data.schedulers import LAUNCHERS, SCHEDULER_NAMES
+from envbuild.data.schedulers import LAUNCHERS
 from envbuild.fabrics import fabric_variables, find_fabric, plugin_variables
 from envbuild.jobs.containers import FOLDER, JOB_RUNTIMES, OWN, POD
 from envbuild.jobs.model import JobArtifact, JobInputs, JobPlan, JobRequest, JobRuntime
@@ -352,62 +350,3 @@ def container_mounts(script: str | None, runtime: JobRuntime, work: str, site: S
         if not any(PurePosixPath(folder).is_relative_to(host) and host == inside for host, inside in mounts):
             mounts.append((folder, folder))
     return tuple(mounts)
-
-
-def no_scheduler_error(request: JobRequest, opened: JobInputs, site: Site) -> UsageError:
-    """Return the error for a job on a site without a scheduler; its hint shows how to train on this host."""
-    names = "|".join(SCHEDULER_NAMES)
-    hint = f"name a cluster's site (--site SITE, `envbuild site list`) or --scheduler {names}"
-    if opened.artifact.of_kind.form != "registry":
-        hint = f"to train on this host: `{_command(request, opened)}`; for a cluster, {hint}"
-    return UsageError(f"site {site.name} names no scheduler to submit jobs to", hint)
-
-
-def _command(request: JobRequest, opened: JobInputs) -> str:
-    """Return the command for one node of the job: torchrun, or the strategy's launcher, in the artifact."""
-    artifact = opened.artifact
-    command, _, _ = command_of(request, opened, pods=False)
-    ranks = str(request.nproc_per_node or (opened.verify and opened.verify.nproc_per_node) or 2)
-    # Each launcher but mpirun can start a rank for each GPU.
-    all_gpus = artifact.accelerator.gpu and request.nproc_per_node is None
-    start = [artifact.python]
-    if request.strategy == "ddp":
-        ranks = "gpu" if all_gpus else ranks
-        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-        command = tuple(torchrun_word(word) for word in command)
-    if request.strategy == "accelerate":
-        start += ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1"]
-        start += [] if all_gpus else ["--num_processes", ranks]
-        command = tuple(torchrun_word(word) for word in _with_module_option(command))
-    if request.strategy == "deepspeed":
-        start += ["-m", "deepspeed.launcher.runner", *([] if all_gpus else ["--num_gpus", ranks])]
-        start += ["--no_local_rank"] if command[:2] == ("-m", "ddp_train") else []
-        command = _with_module_option(command)
-    if request.strategy == "horovod":
-        start = ["mpirun", "-np", ranks, *start]
-    if artifact.of_kind.form == "file":
-        see = ["--bind", str(request.current.absolute())]
-        start = [request.envbuild, "run", *see, artifact.path, "--", *start]
-    return shlex.join([*start, *command])
-
-
-def _with_module_option(command: tuple[str, ...]) -> tuple[str, ...]:
-    """Return `-m MODULE …` in the form of Accelerate's and DeepSpeed's launchers, and a script as it is."""
-    return ("--module", *command[1:]) if command[0] == "-m" else command
-
-
-def explained(plan: JobPlan) -> list[tuple[str, str, str]]:
-    """Return (name, value, who set it) for every value of the job with a known origin."""
-    rows = []
-    variables = dict(plan.variables)
-    for key, origin in plan.origins.items():
-        head, _, rest = key.partition(".")
-        if head == "variables":
-            rows.append((rest, variables.get(rest, "counted on the node"), origin))
-        elif head == "artifact":
-            rows.append((key, f"{plan.artifact.path} ({plan.artifact.target})", origin))
-        elif head == "command":
-            rows.append((key, " ".join(plan.command), origin))
-        else:
-            rows.append((key, str(getattr(plan, head)), origin))
-    return rows

@@ -105,6 +105,7 @@ def settings(plan: JobPlan, launcher: Launcher) -> str:
     lines = ["# Variables of every process of the job."]
     if plan.preflight and (devices := preflight_devices(artifact.provider)):
         lines.append(f"export ENVBUILD_DEVICES={word(devices)}")
+    lines += [f"export ENVBUILD_IMEX={plan.imex()}"] if plan.preflight and plan.imex() else []
     lines += [f"export {name}={word(value, f'variable {name}')}" for name, value in plan.variables]
     job = "{\n" + ",\n".join(f"  {line}" for line in _filled(pieces)) + "\n}"
     return "\n".join([*lines, "# Input of ddp_train.launch, as JSON.", f"ENVBUILD_JOB={word(job, 'the job')}"])

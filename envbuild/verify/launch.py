@@ -5,7 +5,8 @@ node 0. `is_host` marks the agent that hosts the store, and each agent gives its
 whatever /etc/hosts contains.
 
 NCCL_HOSTID makes NCCL treat simulated nodes on one host as separate hosts (src/misc/utils.cc), so that their
-traffic uses the network and not shared memory; ranks of different nodes may then share a GPU.
+traffic uses the network and not shared memory; ranks of different nodes may then share a GPU. NCCL_MNNVL_ENABLE=0
+keeps it off NVLink, which NCCL takes between hosts where GPUs belong to one cluster (GB200; src/mnnvl.cc).
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Network:
         """Return the variables of `node` in the job `name`, whose NCCL logs go into the folder `work`."""
         if not self.accelerator.gpu:
             return {}
-        variables = {**self.variables, "NCCL_HOSTID": f"envbuild-{name}-{node}"}
+        variables = {**self.variables, "NCCL_HOSTID": f"envbuild-{name}-{node}", "NCCL_MNNVL_ENABLE": "0"}
         if self.gpus:
             variables[self.accelerator.visible] = ",".join(self.gpus[node])
         return {**variables, **_DEBUG, "NCCL_DEBUG_FILE": f"{work}/{name}-nccl{node}.%h.%p.txt"}

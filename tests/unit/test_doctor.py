@@ -253,9 +253,33 @@ def test_gpus_and_the_cuda_that_their_driver_runs(tmp_path: Path) -> None:
     ldconfig = "; ".join(f"printf '{cached.format(arch)}\n'" for arch in ("x86-64", "AArch64"))
     program(tmp_path / "bin", "ldconfig", ldconfig)
     root = write(tmp_path, {"proc/driver/nvidia/version": VERSION})
-    (found,) = machine.gpus(host(root, PATH=f"{folder}:/usr/bin:/bin"))
+    found = machine.gpus(host(root, PATH=f"{folder}:/usr/bin:/bin"))[0]
     assert found.status == "ok" and found.summary.startswith("2 × NVIDIA GH200 120GB, driver 570.86.15 (CUDA 11, 12)")
     assert found.facts["cuda"] == ["11", "12"] and found.facts["libcuda"] == "/usr/lib/libcuda.so.1"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "channels", "found"),
+    [
+        ("NVIDIA GB200", {}, [("info", "no channel in /dev/nvidia-caps-imex-channels")]),
+        ("NVIDIA GH200 120GB", {"channel0": "c"}, [("ok", "channel0 can be read")]),
+        ("NVIDIA GB300", {"channel0": ""}, [("warn", "/dev/nvidia-caps-imex-channels/channel0: No such file")]),
+        ("NVIDIA H200", {}, []),
+    ],
+)
+def test_channels_of_imex_are_looked_for_where_nvlink_may_join_hosts(
+    gpu: str, channels: dict[str, str], found: list[tuple[Status, str]], tmp_path: Path
+) -> None:
+    folder = program(tmp_path / "bin", "nvidia-smi", f"echo '{gpu}, 570.86.15, 97871 MiB'")
+    program(tmp_path / "bin", "ldconfig", "printf '\tlibcuda.so.1 (libc6,x86-64, AArch64) => /usr/lib/libcuda.so.1\n'")
+    (tmp_path / "dev/nvidia-caps-imex-channels").mkdir(parents=True)
+    for name, text in channels.items():
+        path = tmp_path / "dev/nvidia-caps-imex-channels" / name
+        path.write_text(text) if text else path.symlink_to("gone")
+    first, *others = machine.gpus(host(tmp_path, PATH=f"{folder}:/usr/bin:/bin"))
+    assert first.status == "ok" and [(one.status, one.name) for one in others] == [(s, "IMEX") for s, _ in found]
+    assert all(one.summary.startswith(words) for one, (_, words) in zip(others, found, strict=True))
+    assert all(one.hint for one in others if one.status != "ok")
 
 
 def test_a_driver_whose_tool_fails_is_told_with_its_words(tmp_path: Path) -> None:

@@ -161,6 +161,7 @@ def test_simulated_nodes_are_hosts_of_their_own_with_gpus_of_their_own_where_the
     first, second = (network.of_node(node, "train", "/shared") for node in (0, 1))
     assert [first.get("CUDA_VISIBLE_DEVICES"), second.get("CUDA_VISIBLE_DEVICES")] == split
     assert first["NCCL_HOSTID"] != second["NCCL_HOSTID"]
+    assert first["NCCL_MNNVL_ENABLE"] == "0"  # NVLink between such hosts is none of the fabric's
     assert first["NCCL_DEBUG_FILE"] != second["NCCL_DEBUG_FILE"]
     assert first["NCCL_NET"] == "AWS Libfabric" and first["NCCL_SOCKET_IFNAME"] == "=lo"
     assert first["NCCL_NET_PLUGIN"] == "/env/lib/libnccl-net-ofi.so"

@@ -19,6 +19,7 @@ from envbuild.compat.judge import gpu_findings
 from envbuild.compat.stack import Stack
 from envbuild.contract.receipt import recorded_gpu_code
 from envbuild.contract.verification import VerifySettings
+from envbuild.data import load_table
 from envbuild.doctor import machine
 from envbuild.doctor.probe import Host
 from envbuild.gpus import (
@@ -127,6 +128,11 @@ def test_a_target_for_cpus_is_not_read(tmp_path: Path) -> None:
 
 
 # ---- names
+def test_gpus_that_nvlink_may_join_across_nodes_are_gpus_of_the_table() -> None:
+    row = load_table("gpus")["multi_node_nvlink"]
+    assert set(row["racks"]) < set(row["names"]) <= {name for chip in load_chips().values() for name in chip.names}
+
+
 def test_names_stand_for_chips() -> None:
     assert [one.name for one in chips_named("blackwell")] == ["sm_100", "sm_103", "sm_120", "sm_121"]
     assert gpu_problem("gh200") is gpu_problem("sm_200") is gpu_problem("gfx1151") is None

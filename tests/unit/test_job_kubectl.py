@@ -56,6 +56,7 @@ REFUSALS = (
     ("Error in configuration: context was not found for specified context: b\n", "get-contexts"),
     (_KIND.format("PyTorchJob", "kubeflow.org/v1"), "overlays/standalone?ref=v1.9.4"),
     (_KIND.format("TrainJob", "trainer.kubeflow.org/v1alpha1"), "overlays/manager?ref=v2.3.0"),
+    (_KIND.format("ComputeDomain", "resource.nvidia.com/v1beta1"), 'NCCL_MNNVL_ENABLE = "0" in [environment]'),
     ('Error from server (NotFound): error when creating "{}": namespaces "ml" not found\n', "make the namespace"),
     (
         _ERROR.format("InternalError", f"{_DOWN} {_POST}: dial tcp 10.96.31.7:443: connect: connection refused"),

@@ -682,6 +682,44 @@ def test_etcds_pod_may_run_where_the_jobs_pods_may() -> None:
     assert [fault for one in documents(job) for fault in faults(one)] == []
 
 
+@pytest.mark.parametrize(
+    ("gpu_types", "nodes", "api", "preflight", "claims"),
+    [
+        (("gb200",), 4, "v1", True, True),
+        (("h100", "gb300"), 2, "v1", True, True),
+        (("gb200",), 1, "v1", False, False),
+        (("gh200",), 4, "v1", True, False),
+        (("b200",), 4, "v1", False, False),
+        (("gb200",), 4, "v2", True, False),
+    ],
+)
+def test_pods_of_a_pytorchjob_claim_a_channel_of_imex_where_the_gpus_come_in_racks_of_one_nvlink_domain(
+    gpu_types: tuple[str, ...], nodes: int, api: Any, preflight: bool, claims: bool
+) -> None:
+    site = replace(GPUS, node=replace(GPUS.node, gpu_types=gpu_types), kubernetes=replace(GPUS.kubernetes, api=api))
+    plan = replace(PLAN, artifact=EFA, site=site, nodes=nodes, gpus_per_node=8, nproc_per_node=8, preflight=True)
+    *domains, job = documents(plan)
+    assert faults(job) == []
+    assert ("ENVBUILD_IMEX=/dev/nvidia-caps-imex-channels " in render_kubernetes(plan)) is preflight
+    if not claims:
+        assert domains == [] and "imex" not in json.dumps(job).replace("nvidia-caps-imex-channels", "")
+        return
+    name = job["metadata"]["name"]
+    assert domains == [
+        {
+            "apiVersion": "resource.nvidia.com/v1beta1",
+            "kind": "ComputeDomain",
+            "metadata": {"name": name, "namespace": "ml", "labels": {"app.kubernetes.io/instance": name}},
+            "spec": {"numNodes": nodes, "channel": {"resourceClaimTemplate": {"name": name}}},
+        }
+    ]
+    spec = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    (claim,) = spec["resourceClaims"]
+    assert claim["resourceClaimTemplateName"] == name
+    resources = container_of(job)["resources"]
+    assert resources["claims"] == [{"name": claim["name"]}] and resources["limits"]["nvidia.com/gpu"] == "8"
+
+
 def test_a_queue_is_the_jobs_label_and_that_of_volcanos_pod_group() -> None:
     """Kueue takes the job, and would take pods with its labels a second time."""
     for name in ("pytorchjob-kueue", "trainjob-kueue", "job-kueue"):

@@ -14,15 +14,16 @@ from lab import artifacts
 
 from envbuild.base.errors import UsageError, VerificationError
 from envbuild.cli.commands import cli
-from envbuild.cli.job import job_command
+from envbuild.cli.job import explained, job_command
 from envbuild.contract.state import BuiltLayer, State
 from envbuild.contract.verification import VerifySettings
 from envbuild.image.layout import Blobs
 from envbuild.job_inputs import open_artifact
 from envbuild.jobs.model import JobArtifact, JobInputs, JobRequest
-from envbuild.jobs.plan import explained, no_scheduler_error, plan_job, scheduler_of, wanted_kinds
+from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
 from envbuild.jobs.plan_checks import possible_faults
 from envbuild.jobs.schedulers import render
+from envbuild.jobs.submit import no_scheduler_error
 from envbuild.site.jobs import LAUNCHERS
 from envbuild.site.settings import Site, load_site
 

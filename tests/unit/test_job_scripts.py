@@ -12,6 +12,7 @@ import subprocess
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lab.golden import assert_golden_case, read_golden_cases
@@ -104,6 +105,9 @@ PLANS: dict[str, JobPlan] = {
     ),
     "pbs-stage": replace(PBS, artifact=SIF, runtime="apptainer", mounts=MOUNTS, launcher="ssh", stage="/local"),
     "slurm-own": replace(PLAN, artifact=SQSH, runtime="own", mounts=MOUNTS),
+    "slurm-gb200": replace(
+        GPUS, preflight=True, site=replace(SITE, node=NodeTable(gpus=8, gpu_types=("gb200",))), variables=()
+    ),
     "slurm-horovod": replace(PLAN, strategy="horovod", launcher="mpirun"),
     "slurm-horovod-sif": replace(
         PLAN, artifact=SIF, runtime="apptainer", mounts=MOUNTS, strategy="horovod", launcher="mpirun"
@@ -208,6 +212,28 @@ def golden_texts(scheduler: str) -> dict[str, str]:
 def test_the_script_is_the_golden_one(name: str) -> None:
     scheduler, _, case = name.partition("-")
     assert_golden_case(case, golden_texts(scheduler), GOLDEN / f"{scheduler}.txt")
+
+
+@pytest.mark.parametrize(
+    ("gpu_types", "changes", "looks"),
+    [
+        (("gh200",), {}, True),
+        (("h100", "gb300"), {}, True),
+        (("gb200",), {"nodes": 1}, False),
+        (("gb200",), {"preflight": False}, False),
+        (("gb200",), {"gpus_per_node": 0}, False),
+        (("gb200",), {"variables": (("NCCL_MNNVL_ENABLE", "0"),)}, False),
+        (("gb200",), {"variables": (("NCCL_MNNVL_ENABLE", "2"),)}, True),
+        (("b200",), {}, False),
+        ((), {}, False),
+    ],
+)
+def test_the_preflight_looks_for_channels_of_imex_where_nvlink_may_join_nodes(
+    gpu_types: tuple[str, ...], changes: dict[str, Any], looks: bool
+) -> None:
+    plan = replace(PLANS["slurm-gb200"], site=replace(SITE, node=NodeTable(gpus=8, gpu_types=gpu_types)))
+    text = render(replace(plan, **changes))
+    assert ("export ENVBUILD_IMEX=/dev/nvidia-caps-imex-channels\n" in text) is looks
 
 
 def test_a_job_without_restarts_has_none() -> None:

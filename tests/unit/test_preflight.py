@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from ddp_train.errors import TrainError
 from ddp_train.preflight.__main__ import as_json, main
-from ddp_train.preflight.facts import hosts_lines, packages, source_towards, state_digest
-from ddp_train.preflight.host import at_once, driver
+from ddp_train.preflight.facts import collect, hosts_lines, packages, source_towards, state_digest
+from ddp_train.preflight.host import at_once, driver, missing_channel
 from ddp_train.preflight.judge import judge
 from ddp_train.preflight.model import FAIL, UNKNOWN, WARN, Facts, Finding, Node, Requirements, facts_of
 from ddp_train.preflight.place import ALL_PAIRS, NodeInfo, find_node_info
@@ -174,6 +174,43 @@ def test_lines_of_hosts_packages_and_drivers_are_read(tmp_path: Path) -> None:
     assert plain("::ffff:10.0.0.1") == "10.0.0.1" and plain("fe80::1%eth0") == "fe80::1"
 
 
+@pytest.mark.parametrize(
+    ("cluster", "channel", "says"),
+    [
+        ("9c6f5af3-53bf-49b5-a436-b66766c413c3", "", "{} has no channel"),
+        ("9c6f5af3-53bf-49b5-a436-b66766c413c3", "locked", "{}/channel3 cannot be read"),
+        ("9c6f5af3-53bf-49b5-a436-b66766c413c3", "open", ""),
+        ("00000000-0000-0000-0000-000000000000", "", ""),
+        ("N/A", "", ""),
+    ],
+)
+def test_a_node_whose_gpus_have_a_cluster_needs_a_channel_of_imex(
+    cluster: str, channel: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = f"    Fabric\n        State                             : Completed\n        ClusterUUID : {cluster}"
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '{shown}'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    folder = tmp_path / "channels"
+    folder.mkdir()
+    if channel == "open":
+        (folder / "channel3").touch()
+    elif channel:
+        (folder / "channel3").symlink_to("gone")  # root may read all that exists
+    assert missing_channel(str(folder)) == says.format(folder)
+
+
+@pytest.mark.parametrize(("enabled", "looked"), [("", True), ("2", True), ("0", False)])
+def test_no_channel_is_missed_where_nccl_goes_without(
+    enabled: str, looked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddp_train.preflight.host.missing_channel", lambda folder: f"{folder} has no channel")
+    env = {"ENVBUILD_IMEX": "/dev/x", "NCCL_MNNVL_ENABLE": enabled, "CUDA_VISIBLE_DEVICES": ""}
+    assert collect(env, "127.0.0.1", "lo", (), (), "", None).imex == ("/dev/x has no channel" if looked else "")
+    assert collect({}, "127.0.0.1", "lo", (), (), "", None).imex == ""
+
+
 def test_a_look_up_that_hangs_is_left_alone() -> None:
     with socket.socket() as never:
         never.bind(("127.0.0.1", 0))
@@ -271,6 +308,7 @@ def test_a_good_job_has_no_findings() -> None:
         ({}, {"run_free": 1 << 20}, FAIL, "space", "1.0 MiB free"),
         ({}, {"tmp_free": 0}, WARN, "space", "temporary"),
         ({}, {"cores_allowed": 1}, WARN, "cores", "1 of 8 cores"),
+        ({}, {"imex": "/dev/x has no channel"}, WARN, "imex", "NVLink between the nodes: /dev/x has no channel"),
         ({"ahead_s": -90.0, "error_s": 0.1}, {}, FAIL, "clock", "90 s behind"),
         ({"ahead_s": 3.0, "error_s": 0.1}, {}, WARN, "clock", "3 s ahead of"),
         ({}, {"names": {"n0": []}}, WARN, "names", "n0 has no address"),

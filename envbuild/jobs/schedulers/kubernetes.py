@@ -4,6 +4,7 @@ PyTorchJob, training operator 1.7 to 1.9: kubeflow/training-operator v1.9.4,
 pkg/apis/kubeflow.org/v1/{common,pytorch}_types.go and pkg/controller.v1/{common/job,pytorch/elastic,pytorch/envvar}.go.
 TrainJob, Kubeflow Trainer 2.2 and later: kubeflow/trainer v2.3.0, pkg/apis/trainer/v1alpha1/trainjob_types.go and
 pkg/runtime/framework/plugins/{torch/torch.go,jobset/jobset.go}. kubectl's messages are from version 1.37.
+ComputeDomain: NVIDIA/k8s-dra-driver-gpu, api/nvidia.com/resource/v1beta1/computedomain.go and demo/specs/imex.
 """
 
 from __future__ import annotations
@@ -101,9 +102,8 @@ def _single(plan: JobPlan) -> dict[str, Any]:
         "command": pod.start(plan),
         "args": [literal(plan.artifact.python, "python"), *pod.training(plan, pods)],
         "env": pod.variables(plan, pods),
+        **pod.resources(plan),
     }
-    if limits := pod.resources(plan):
-        container["resources"] = limits
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -153,7 +153,7 @@ def pytorch_job(plan: JobPlan) -> list[dict[str, Any]]:
     gang = {"queue": plan.site.scheduler.partition, "priorityClass": plan.site.kubernetes.priority_class}
     if any(gang.values()):
         policy["schedulingPolicy"] = {key: value for key, value in gang.items() if value}
-    worker = {
+    worker: dict[str, Any] = {
         "replicas": plan.nodes,
         "restartPolicy": "OnFailure" if again else "Never",
         "template": {
@@ -180,7 +180,17 @@ def pytorch_job(plan: JobPlan) -> list[dict[str, Any]]:
             "pytorchReplicaSpecs": {"Worker": worker},
         },
     }
-    return [*(etcd.documents if etcd else ()), job]
+    return [*(etcd.documents if etcd else ()), *_claim_imex(plan, name, worker["template"]["spec"]), job]
+
+
+def _claim_imex(plan: JobPlan, name: str, spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """Let the pods of `spec` claim a channel of IMEX; return the ComputeDomain that grants it, none for other GPUs."""
+    if not plan.imex("racks"):
+        return []
+    spec["resourceClaims"] = [{"name": "imex", "resourceClaimTemplateName": name}]
+    spec["containers"][0]["resources"]["claims"] = [{"name": "imex"}]
+    about = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "ComputeDomain", "metadata": pod.metadata(plan, name)}
+    return [about | {"spec": {"numNodes": plan.nodes, "channel": {"resourceClaimTemplate": {"name": name}}}}]
 
 
 def _elastic(plan: JobPlan, name: str, etcd: Etcd | None) -> dict[str, Any]:
@@ -207,17 +217,17 @@ def _pytorch_container(plan: JobPlan, pods: pod.Pods, etcd: Etcd | None) -> dict
         "--local-addr",
         "$(ENVBUILD_ADDRESS)",
     ]
-    container: dict[str, Any] = {
+    return {
         "name": "pytorch",
         "image": plan.artifact.path,
         "command": pod.start(plan, *waiting(etcd)),
         "args": [literal(plan.artifact.python, "python"), *torchrun, *pod.training(plan, pods)],
         "env": pod.variables(plan, pods, unbuffered=False),
         "ports": [{"name": "pytorchjob-port", "containerPort": _PYTORCHJOB_PORT}],
+        **pod.resources(plan),
+        **pod.container_security(plan),
+        "volumeMounts": pod.mounts(plan),
     }
-    if limits := pod.resources(plan):
-        container["resources"] = limits
-    return container | pod.container_security(plan) | {"volumeMounts": pod.mounts(plan)}
 
 
 def train_job(plan: JobPlan) -> list[dict[str, Any]]:
@@ -269,7 +279,7 @@ def train_job(plan: JobPlan) -> list[dict[str, Any]]:
         "env": environment,
     }
     if limits := pod.resources(plan):
-        trainer["resourcesPerNode"] = limits
+        trainer["resourcesPerNode"] = limits["resources"]
     runtime = plan.site.kubernetes.runtime
     job = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
@@ -471,6 +481,11 @@ _HINTS = (
         ' "https://github.com/kubeflow/trainer.git/manifests/overlays/manager?ref=v2.3.0"`, then the same with'
         f" overlays/runtimes ({_KUBEFLOW}/operator-guides/installation). Where the training operator is installed,"
         ' set [kubernetes] api = "v1"',
+    ),
+    (
+        r'no matches for kind "ComputeDomain"',
+        "the cluster lacks NVIDIA's DRA driver (github.com/NVIDIA/k8s-dra-driver-gpu), by which pods use NVLink between"
+        ' nodes: have it installed, or set NCCL_MNNVL_ENABLE = "0" in [environment] of the site file to go without',
     ),
     (
         r"connection refused|no such host|i/o timeout|no route to host|network is unreachable"
