@@ -3271,6 +3271,36 @@ def test_a_command_that_a_shell_lacks_does_not_explain_a_programs_own_error() ->
 @pytest.mark.parametrize(
     "line",
     [
+        "/etc/profile.d/site.sh: line 3: module: command not found",
+        "/home/ada/.bashrc: line 20: /opt/conda/bin/activate: No such file or directory",
+        "bash: conda: command not found",
+        "./train.sh: line 9: ./cleanup.sh: Permission denied",
+        "which: no nvcc in (/usr/bin)",
+        "mkdir: cannot create directory '/scratch/x': Permission denied",
+        "rm: cannot remove '/data/x': Read-only file system",
+    ],
+)
+@pytest.mark.parametrize(
+    "cause", ["mpi-slots", "container-workdir", "gpu-ordinal", "nccl-interface", "endpoint-malformed"]
+)
+def test_a_line_of_a_shell_or_a_small_tool_is_no_cause_beside_a_later_one(line: str, cause: str) -> None:
+    later = logs_of(cause)[0].read_text().splitlines()
+    found = diagnose([("log", ["start", line, *later])], load_rules()).findings
+    assert [one.id for one in found if one.kind == "cause"] == [cause]
+
+
+def test_a_missing_command_is_the_cause_of_what_needs_it() -> None:
+    module, conda = "bash: line 2: module: command not found", "bash: line 2: conda: command not found"
+    missing = "ImportError: libbelt.so.3: cannot open shared object file: No such file or directory"
+    assert told(module, missing)[0] == "module-command"
+    assert told(conda, "train.sh: line 3: torchrun: command not found")[0] == "conda-missing"
+    host = 'ValueError: invalid hostname "[2001:db8::1540]"'
+    assert told("bash: line 2: scontrol: command not found", host)[0] == "scontrol-in-container"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
         "RuntimeError: Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU",
         "AssertionError: Torch not compiled with CUDA enabled",
         "ImportError: /env/belt.so: undefined symbol: _ZN4belt5slackEv",

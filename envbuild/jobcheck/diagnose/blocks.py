@@ -81,6 +81,7 @@ REMARK = re.compile(
 OF_SHELL = re.compile(
     r"(?:: line \d{1,6}|^(?:\S{0,100}/)?(?:ba|z|da)?sh): .{1,300}"
     r": (?:(?:command )?not found|No such file or directory|Permission denied)\s*$"
+    r"|^(?:tee|mkdir|cp|mv|ln|rm|rmdir|chmod|touch|find): .{1,300}|^which: no "
 )
 # A remark, or an exception.
 SURVIVED = re.compile(rf"{NAMED_EXCEPTION.pattern}|{REMARK.pattern}")

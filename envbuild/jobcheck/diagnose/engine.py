@@ -436,11 +436,10 @@ def _without_claim(
 
     Programs continue after warnings, and often after lines of a rule that `passes`, such as the exception of an
     optional import, or a command of the shell that is not there. They then end with another exception, or for the
-    reason of a rule that `ends`, to which no earlier line leads. A script continues after a line of its shell if
-    more lines follow and no process failed. `ends` are the numbers of the last failure's line and of the last line.
+    reason of a rule that `ends`, to which no earlier line leads. A script continues after a line of its shell or of
+    a small tool. `ends` are the numbers of the last failure's line and of the last line.
     """
-    failed, end = ends
-    order, finding = result
+    (order, finding), (failed, end) = result, ends
     if rule.kind != "cause":
         return rule, result
     lines = [evidence.text for evidence in finding.evidence]
@@ -449,17 +448,19 @@ def _without_claim(
     remarked = mild or all(REMARK.search(line) for line in lines)
     mentioned = warned or all(SURVIVED.search(line) for line in lines)
     others = [row for row in held if row[0] is not rule and rule.id not in row[0].follows]
-    ended = [other for other, (at, _) in others if other.ends and at > order and other.kind == "cause"]
+    later = [other for other, (at, _) in others if at > order and other.kind == "cause"]
     led = any(rule.id in other.follows and words.marks.intersection((*other.any, *other.all)) for other, _ in held)
     last = words.weight == Weight.ENDED and order < words.order
     own = words.marks.intersection((*rule.any, *rule.all))
+    light = rule.passes and remarked and not own
     of_shell = rule.passes and all(OF_SHELL.search(line) for line in lines)
     spoke = words.weight >= (Weight.ERROR if rule.rank > _ROOT else Weight.REFUSAL) and order < words.order
     survived = (
         all(GOES_ON.search(line) for line in lines)
         or (rule.passes and mild and order < end)
         or (of_shell and ((spoke and not (led or own)) or (rule.rank <= _ROOT and failed < order < end)))
-        or any(mild or (rule.passes and (remarked or other.rank > _ROOT)) for other in ended)
+        or any(mild or (rule.passes and (remarked or other.rank > _ROOT)) for other in later if other.ends)
+        or any(of_shell or (light and not other.passes) for other in later if other.rank > _ROOT)
         or (last and not (led or own) and (warned or (rule.passes and mentioned)))
     )
     return rule, (order, _as_symptom(finding) if survived else finding)
