@@ -323,7 +323,7 @@ class _Daemon:
 
     def remove_all(self) -> None:
         """Remove all containers, images and results of builds."""
-        with closing(DockerClient(base_url=self.lab.environment()["DOCKER_HOST"], timeout=300)) as client:
+        with closing(DockerClient(base_url=self.lab.environment()["DOCKER_HOST"], timeout=900)) as client:
             client.containers.prune()
             client.images.prune(filters={"dangling": False})
             client.api.prune_builds(all=True)

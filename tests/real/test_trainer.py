@@ -263,12 +263,12 @@ def test_ranks_die_with_a_killed_torchrun(start: Callable[..., Job]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def nodes(port: int, node: int, *arguments: str) -> list[str]:
-    """The command of one of two nodes of a rank, both on this machine."""
+def nodes(port: int, node: int, *arguments: str, ranks: int) -> list[str]:
+    """The command of one of two nodes with this number of ranks, both on this machine."""
     return [
         *TORCHRUN,
         "--nnodes=2",
-        "--nproc-per-node=1",
+        f"--nproc-per-node={ranks}",
         "--max-restarts=3",
         "--rdzv-id=trainer",
         "--rdzv-backend=c10d",
@@ -288,9 +288,9 @@ def free_port() -> int:
 
 
 def test_a_killed_worker_restarts_from_the_snapshot(start: Callable[..., Job], tmp_path: Path) -> None:
-    """Two nodes without a shared disk: node 1 must get the state over the network.
+    """Two nodes without a shared disk, one with two ranks: the other must get the state over the network.
 
-    A rank of node 1 is killed in tests/real/test_job_faults.py, one of two ranks of a node in test_gpu_run.py.
+    A rank of node 1 is killed in tests/real/test_job_faults.py.
     """
     settings = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     port = free_port()
@@ -298,7 +298,7 @@ def test_a_killed_worker_restarts_from_the_snapshot(start: Callable[..., Job], t
     for node in (0, 1):
         folder = tmp_path / f"node{node}"
         folder.mkdir()
-        command = nodes(port, node, "60", "5", "--report", "report.json")
+        command = nodes(port, node, "60", "5", "--report", "report.json", ranks=2 - node)
         jobs.append(start(command, folder, **settings))
 
     def saved() -> bool:
