@@ -42,7 +42,7 @@ def expressions() -> dict[str, re.Pattern[str]]:
     found += [re.compile(text) for key in ("attempts", "progress", "failures") for text in logs[key]]
     found += [pattern for _, pattern, _ in load_patterns()] + [re.compile(nccl["harmless"])]
     for fault in load_faults().values():
-        found += [one for one in (fault.directive, fault.command, fault.lines, fault.manifest, fault.unless) if one]
+        found += fault.patterns.values()
         # These have to match a whole value.
         found += [re.compile(rf"\A(?:{one.pattern})", one.flags) for one in fault.variables.values()]
     found += [row.pattern for row in gpu_signs._rows()]

@@ -97,6 +97,20 @@ spec:
 """
 
 
+GPU_JOB = """apiVersion: batch/v1
+kind: Job
+metadata: {name: train}
+spec:
+  template:
+    spec:
+      restartPolicy: Never
+      containers:
+        - name: train
+          image: pt:1.2.3
+          command: [python, train.py, "--device=cuda"]
+          resources:
+            limits: {nvidia.com/gpu: 1}
+"""
 INDEXED = """apiVersion: batch/v1
 kind: Job
 metadata: {name: ddp}
@@ -1516,6 +1530,127 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [(SLURM + "pip uninstall -y torch", "uninstall"), (SLURM + "rm -rf venv", "rm")],
         [SLURM + "pip list", SLURM + "rm -rf environments.txt"],
     ),
+    "launcher-deprecated": (
+        [(SLURM + "srun python -m torch.distributed.launch --nproc_per_node=2 x.py", "launch")],
+        [SLURM + "# python -m torch.distributed.launch x.py\nsrun torchrun x.py", SLURM + "srun torchrun x.py"],
+    ),
+    "status-late": (
+        [(ONE + "python train.py\necho over\n\ncode=$?\nexit $code", "code=")],
+        [ONE + "python train.py\ncode=$?\necho over\nexit $code"],
+    ),
+    "array-missing": (
+        [
+            (ONE + "python train.py --fold $SLURM_ARRAY_TASK_ID", "fold"),
+            (PBS + "cd /x\npython train.py --fold ${PBS_ARRAY_INDEX}", "fold"),
+        ],
+        [
+            ONE.replace("set -e", "#SBATCH -a 0-3\nset -e") + "python train.py --fold $SLURM_ARRAY_TASK_ID",
+            ONE + "python train.py --fold ${SLURM_ARRAY_TASK_ID:-0}",
+        ],
+    ),
+    "slots-spread": (
+        [("#!/bin/bash\n#BSUB -n 8\nset -e\npython train.py", "-n 8")],
+        [
+            '#!/bin/bash\n#BSUB -n 8\n#BSUB -R "span[hosts=1]"\nset -e\npython train.py',
+            "#!/bin/bash\n#BSUB -n 8\nset -e\nmpirun python train.py",
+            "#!/bin/bash\n#BSUB -n 1\nset -e\npython train.py",
+        ],
+    ),
+    "span-unknown": (
+        [('#!/bin/bash\n#BSUB -n 8\n#BSUB -R "span[block=1]"\npython train.py', "block")],
+        ['#!/bin/bash\n#BSUB -n 8\n#BSUB -R "span[ptile=4]"\npython train.py'],
+    ),
+    "signal-steps": (
+        [(ONE.replace("set -e", "#SBATCH --signal=USR1@60\nset -e") + "python train.py", "--signal")],
+        [
+            ONE.replace("set -e", "#SBATCH --signal=USR1@60\nset -e") + "srun python train.py",
+            ONE.replace("set -e", "#SBATCH --signal=B:USR1@60\nset -e") + "python train.py",
+        ],
+    ),
+    "results-late": (
+        [
+            (ONE + "cd $SLURM_TMPDIR\npython train.py\ncp -r out /project/me", "cp -r"),
+            (ONE + "python train.py --out $TMPDIR/out\nrsync -a $TMPDIR/out /project/me", "rsync"),
+        ],
+        [
+            ONE + "cd $SLURM_TMPDIR\ntrap 'cp -r out /project/me' EXIT\npython train.py\ncp -r out /project/me",
+            ONE + "cp -r /project/data $SLURM_TMPDIR\npython train.py --data $SLURM_TMPDIR/data",
+        ],
+    ),
+    "container-left": (
+        [(ONE + "singularity run --nv /a/b.sif\npython train.py", "b.sif")],
+        [ONE + "singularity exec --nv /a/b.sif python train.py", ONE + "apptainer exec b.sif \\\n  python train.py"],
+    ),
+    "kill-fails": (
+        [(ONE + "watch_gpu.sh &\npid=$!\npython train.py\nkill $pid", "kill")],
+        [
+            ONE + "watch_gpu.sh &\npid=$!\npython train.py\nkill $pid || true",
+            ONE.replace("set -euo pipefail", "") + "watch_gpu.sh &\npid=$!\npython train.py\nkill $pid",
+        ],
+    ),
+    "quotes-comment": (
+        [(ONE + "'''\npython old.py\n'''\npython train.py", "'''")],
+        [ONE + "python - <<EOF\n'''\nwords\n'''\nEOF"],
+    ),
+    "environment-commented": (
+        [(ONE + "module load conda\n# conda activate pt\npython train.py", "# conda")],
+        [
+            ONE + "# conda activate old\nconda activate pt\npython train.py",
+            ONE + "# conda activate pt\n/envs/pt/bin/python train.py",
+        ],
+    ),
+    "module-late": (
+        [(ONE + "source ~/venv/bin/activate\nmodule load python/3.11\npython train.py", "module")],
+        [
+            ONE + "module load python/3.11\nsource ~/venv/bin/activate\npython train.py",
+            ONE + "source ~/venv/bin/activate\nmodule load cuda/12\npython train.py",
+        ],
+    ),
+    "docker-in-job": (
+        [(ONE + "docker run --gpus all pt python train.py", "docker")],
+        [ONE + "apptainer run docker://pt python train.py", "#!/bin/bash\ndocker run --gpus all pt python train.py"],
+    ),
+    "rank-in-batch": (
+        [(SLURM + "part=$SLURM_PROCID\nsrun python train.py", "part=")],
+        [
+            SLURM + "srun bash -c 'python train.py --part $SLURM_PROCID'",
+            SLURM + "srun python train.py --procs $SLURM_NPROCS",
+        ],
+    ),
+    "wrap-directive": (
+        [(ONE.replace("set -e", '#SBATCH --wrap "sleep 9"\nset -e') + "python train.py", "--wrap")],
+        [ONE + 'sbatch --wrap "sleep 9"'],
+    ),
+    "mpirun-inside": (
+        [(GPUS + "singularity exec --nv x.sif mpirun -np 8 python train.py", "singularity")],
+        [
+            GPUS + "mpirun -np 8 singularity exec --nv x.sif python train.py",
+            ONE + "singularity exec --nv x.sif mpirun -np 4 python train.py",
+        ],
+    ),
+    "cpus-default": (
+        [(GPUS + "srun python train.py", "--ntasks-per-node")],
+        [
+            GPUS.replace("set -e", "#SBATCH --cpus-per-task=8\nset -e") + "srun python train.py",
+            SLURM + "srun python train.py",
+            GPUS + "srun hostname",
+        ],
+    ),
+    "memory-of-gpus": (
+        [(ONE.replace("set -e", "#SBATCH --mem=16G\nset -e") + "python train.py", "--mem")],
+        [
+            ONE.replace("set -e", "#SBATCH --mem=160G\nset -e") + "python train.py",
+            ONE.replace("node=4", "node=1\n#SBATCH --mem=16G") + "python train.py",
+        ],
+    ),
+    "image-registry": (
+        [(SLURM + "srun --container-image=nvcr.io/nvidia/pytorch:25.03-py3 python train.py", "nvcr")],
+        [
+            SLURM + "srun --container-image=nvcr.io#nvidia/pytorch:25.03-py3 python train.py",
+            SLURM + "srun --container-image=pytorch/pytorch:2.7.0 python train.py",
+            SLURM + "srun --container-image=/x.sqsh python train.py",
+        ],
+    ),
     "launcher-empty": (
         [(SLURM + "time srun \npython train.py", "srun")],
         [SLURM + "srun \\\n python train.py", "#!/bin/bash\nsrun"],
@@ -1638,6 +1773,49 @@ PODS: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
     "container-name": (
         [(on_pods("command: [torchrun, t.py]").replace("name: pytorch", "name: trainer"), "name: trainer")],
         [on_pods("command: [torchrun, t.py]")],
+    ),
+    "shm-missing": (
+        [("kind: TrainJob\nspec:\n  trainer: {numNodes: 2}\n", "TrainJob")],
+        ["kind: TrainJob\nspec: {volumes: [{mountPath: /dev/shm}]}\n", "kind: Service\n"],
+    ),
+    "gpu-limit-missing": (
+        [(GPU_JOB.replace("nvidia.com/gpu", "cpu"), "kind: Job")],
+        [GPU_JOB, GPU_JOB.replace("nvidia.com/gpu", "cpu").replace("--device=cuda", "")],
+    ),
+    "results-in-pod": (
+        [(GPU_JOB.replace("--device=cuda", "--output_dir=/out"), "output_dir")],
+        [
+            GPU_JOB.replace("--device=cuda", "--output_dir=/out") + "      volumes: [{hostPath: {path: /out}}]\n",
+            GPU_JOB.replace("--device=cuda", "--output_dir=s3://out"),
+        ],
+    ),
+    "volume-missing": (
+        [("kind: PyTorchJob\nspec:\n  args: [--model_name=x]\n", "PyTorchJob")],
+        ["kind: PyTorchJob\nspec:\n  args: [--model_name=x]\n  volumes: [{hostPath: {path: /x}}]\n"],
+    ),
+    "endpoint-of-operator": (
+        [("kind: PyTorchJob\nspec:\n  env:\n    - name: RANK\n      value: '0'\n", "RANK")],
+        ["kind: Job\nspec:\n  env:\n    - name: RANK\n      value: '0'\n"],
+    ),
+    "manifest-variable": (
+        [(GPU_JOB.replace("pt:1.2.3", "${IMAGE}"), "IMAGE")],
+        [GPU_JOB, GPU_JOB.replace("--device=cuda", "--name=$(NAME)")],
+    ),
+    "value-comment": (
+        [(GPU_JOB.replace("pt:1.2.3", "pt:1.2.3  # CHANGE THIS"), "CHANGE")],
+        [GPU_JOB.replace("pt:1.2.3", "pt:1.2.3  # the image of the training"), f"# change this\n{GPU_JOB}"],
+    ),
+    "requests-missing": (
+        [(GPU_JOB, "gpu")],
+        [GPU_JOB.replace("limits: {", "limits: {cpu: 8, ")],
+    ),
+    "backoff-default": (
+        [(GPU_JOB, "kind: Job")],
+        [GPU_JOB.replace("spec:\n", "spec:\n  backoffLimit: 0\n", 1), GPU_JOB.replace("nvidia.com/gpu", "cpu")],
+    ),
+    "devices-in-pod": (
+        [(GPU_JOB + "          env: [{name: CUDA_VISIBLE_DEVICES, value: '0'}]\n", "CUDA")],
+        [GPU_JOB + "          env: [{name: CUDA_DEVICE_ORDER, value: PCI_BUS_ID}]\n"],
     ),
     "efa-device": (
         [(on_pods("env: [{name: FI_PROVIDER, value: efa}]"), "FI_PROVIDER")],
@@ -1923,7 +2101,7 @@ def test_no_script_is_too_strange(text: str) -> None:
     ],
 )
 def test_the_operator_tells_torchrun_the_ranks_of_a_pod(command: str, told: str, fault: str) -> None:
-    text = on_pods(f"command: {command}\n              resources: {{limits: {{nvidia.com/gpu: 4}}}}")
+    text = on_pods(f"command: {command}\n              resources: {{limits: {{nvidia.com/gpu: 4, memory: 9Gi}}}}")
     text = text.replace("spec:\n", f"spec:\n  {told}\n", 1)
     assert ids(text, "job.yaml") == [fault] * bool(fault)
     assert ids(text.replace("PyTorchJob", "MyJob"), "job.yaml") == ["one-rank"]

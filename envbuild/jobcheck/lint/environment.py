@@ -22,7 +22,9 @@ _OWN_PATH = re.compile(
 _ITSELF = re.compile(r"\bbasename\b[^|;)]{0,20}\$\{?(?:0|BASH_SOURCE)\b")  # the copy is there, too
 _DEFAULT = re.compile(r"\W?\$\{\w+:?-")
 _WRITES = re.compile(r"(?<![>&\d])>\s*+(?!/dev/)([\w./-]++)\s*+(?:2>\s*+&1)?\s*+&?\s*+$")
-_WRITTEN = re.compile(r"(?:(?<!<)[>&]>?|\btee(?: -a)?)[ ]?['\"]?(?:\./)?([A-Za-z][\w-]{0,40})/[\w.${}%/-]{1,100}")
+_WRITTEN = re.compile(
+    r"(?:(?<!<)[>&]>?|\btee(?: -a)?)[ ]?['\"]?(?:\./)?([A-Za-z][\w-]{0,40}|\$\{?[A-Za-z]\w*\}?)/[\w.${}%/-]{1,100}"
+)
 _MAKES = frozenset(["mkdir", "install", "cd", "tar", "git", "unzip", "cp", "rsync"])
 # Parts of a log's name that differ by task, and by run. PBS does not expand $(date …) in directives.
 _OF_TASK = re.compile(r"%\d*[ajJI]|\$|\^array|\{")
@@ -94,7 +96,10 @@ def of_output(script: ParsedScript) -> Iterator[Found]:
     made = " ".join(" ".join(script.variables.expanded(words)) for words in texts)
     for number, text in script.code_lines if script.facts else ():
         match = _WRITTEN.search(text)
-        if match and match[1] not in f"{made} {seen}" and not _has_files(script, match[1]):
+        name = match[1].strip("${}") if match else ""
+        target = " ".join(script.variables.expanded([match[1]])) if match else ""
+        known = name in script.values and not re.search("pwd", target, re.IGNORECASE)
+        if match and target not in f"{made} {seen}" and (known or name == match[1]) and not _has_files(script, name):
             yield Found("output-folder", number, match[1], level="hint")
             return
 
@@ -274,6 +279,8 @@ def _images(script: ParsedScript, command: Command) -> Iterator[Found]:
         if option == "--container-image":
             image = value if equal else "".join(words[number + 1 : number + 2])
             if not image.startswith(("/", ".", "$")):
+                if re.match(r"(?:docker://)?[\w-]+(?:\.[\w-]+)+/[^#]+$", image):
+                    yield Found("image-registry", command.line, image)
                 image = image.replace("#", "/", 1)
                 yield from judged_image(image, script.where(image, command.line))
         elif match := _IMAGE.match(word):

@@ -17,7 +17,10 @@ Level = Literal["error", "warning", "hint"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "hint")
 _SHOWN = 60
 _OF_TRAININGS = ("install-in-job",)  # elsewhere it is the purpose of the script, and one finding is enough
+_OF_NETWORKS = ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE")
 _OF_INFINIBAND = ("NCCL_IB_DISABLE",)  # Slingshot has none
+_WHOLE = ("script", "manifest", "needs", "unless")  # keys of patterns that are searched in the whole text
+_KEYS = ("directive", "command", "lines", *_WHOLE)
 _OF_ADDRESSES = ("first-address", "own-address")
 # A comment that says why a variable has its value.
 _REASON = re.compile(
@@ -41,13 +44,14 @@ class LintRule:
     of_nodes: bool = False
     of_values: bool = False
     of_scheduler: Mapping[str, str] = field(default_factory=dict)
-    directive: re.Pattern[str] | None = None
-    command: re.Pattern[str] | None = None
-    lines: re.Pattern[str] | None = None
     variables: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
-    manifest: re.Pattern[str] | None = None
-    unless: re.Pattern[str] | None = None
+    patterns: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
     batch: bool = False
+
+    def applies_to(self, text: str) -> bool:
+        """Return whether a script or manifest has no text that rules the fault out, and the text that it needs."""
+        needed, excluded = self.patterns.get("needs"), self.patterns.get("unless")
+        return not ((excluded and excluded.search(text)) or (needed and not needed.search(text)))
 
 
 @functools.cache
@@ -66,12 +70,12 @@ def _rule(name: str, row: Mapping[str, Any], schedulers: Collection[str]) -> Lin
         of_nodes=row.get("of_nodes", False),
         of_values=row.get("of_values", False),
         of_scheduler={key: text for key, text in row.items() if key in schedulers},
-        directive=re.compile(row["directive"]) if "directive" in row else None,
-        command=re.compile(row["command"]) if "command" in row else None,
-        lines=re.compile("|".join(row["lines"])) if "lines" in row else None,
         variables={key: re.compile(text, re.IGNORECASE) for key, text in row.get("variables", {}).items()},
-        manifest=re.compile(row["manifest"], re.MULTILINE) if "manifest" in row else None,
-        unless=re.compile(row["unless"], re.MULTILINE) if "unless" in row else None,
+        patterns={
+            key: re.compile("|".join(row[key]) if key == "lines" else row[key], re.MULTILINE if key in _WHOLE else 0)
+            for key in _KEYS
+            if key in row
+        },
         batch=row.get("batch", False),
     )
 
@@ -79,28 +83,39 @@ def _rule(name: str, row: Mapping[str, Any], schedulers: Collection[str]) -> Lin
 def of_patterns(script: ParsedScript) -> Iterator[Found]:
     """Find the faults whose row has a pattern."""
     for fault in load_faults().values():
-        if (fault.batch and (not script.facts or script.writes)) or (fault.unless and fault.unless.search(script.text)):
+        outside = fault.batch and (not script.facts or script.writes)
+        if outside or (fault.of_nodes and not script.several) or not fault.applies_to(script.text):
             continue
         findings = _of_row(fault, script)
-        yield from islice(findings, 1) if fault.unless else findings
+        yield from islice(findings, 1) if fault.patterns.keys() & {"needs", "unless"} else findings
+
+
+def search_text(fault: LintRule, key: str, text: str) -> Iterator[Found]:
+    """Find the first match of the pattern `key` of a row in the whole text of a script or manifest."""
+    match = fault.patterns[key].search(text) if key in fault.patterns and fault.applies_to(text) else None
+    if match:
+        group = match.lastindex or 0
+        yield Found(fault.id, text.count("\n", 0, match.start(group)) + 1, match[group].strip()[:_SHOWN])
 
 
 def _of_row(fault: LintRule, script: ParsedScript) -> Iterator[Found]:
     """Find a fault by the patterns of its row."""
-    for line, words in script.directives:
+    in_directive, in_command, in_line = (fault.patterns.get(key) for key in ("directive", "command", "lines"))
+    for line, words in script.directives if in_directive else ():
         text = " ".join(word.replace(" ", "_") for word in words)
-        if fault.directive and (match := fault.directive.search(text)):
+        if in_directive and (match := in_directive.search(text)):
             yield Found(fault.id, line, match[0].strip())
-    for line, text in script.code_lines if fault.lines else ():
-        if fault.lines and (match := fault.lines.search(text)):
+    for line, text in script.code_lines if in_line else ():
+        if in_line and (match := in_line.search(text)):
             yield Found(fault.id, line, match[match.lastindex or 0].strip()[:_SHOWN])
+    yield from search_text(fault, "script", script.text)
     doubts: list[Found] = []
     meant = not (script.trains and (script.facts or script.everywhere))
-    for command in script.commands if fault.command else ():
+    for command in script.commands if in_command else ():
         text = command_text(command)
         if text.startswith("$") and len(command.words) == 1:
             text = " ".join(script.variables.expanded(command.words))
-        if fault.command and fault.command.search(text):
+        if in_command and in_command.search(text):
             if fault.id in _OF_ADDRESSES and _printed(command, script.lines[command.line - 1]):
                 continue
             finding = Found(fault.id, command.line, text[:_SHOWN])
@@ -117,7 +132,7 @@ def _of_row(fault: LintRule, script: ParsedScript) -> Iterator[Found]:
             context = "".join(script.lines[max(command.line - 2, 0) : command.line])
             meant = _REASON.search(context) is not None
             if pattern.fullmatch(value) and not meant and not _elsewhere(name, fault.id, script):
-                inside = name == "NCCL_P2P_DISABLE" and not script.several  # between the GPUs of one node
+                inside = name in _OF_NETWORKS and not script.several  # one node is all that is known
                 yield Found(fault.id, command.line, f"{name}={value}", level="hint" if inside else "")
 
 

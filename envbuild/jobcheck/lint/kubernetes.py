@@ -16,7 +16,7 @@ from envbuild.base.yaml_reader import parse_yaml
 from envbuild.data import load_table
 from envbuild.jobcheck.lint.directives import whole_number
 from envbuild.jobcheck.lint.environment import judged_image, of_commands, of_secrets
-from envbuild.jobcheck.lint.faults import load_faults, of_patterns
+from envbuild.jobcheck.lint.faults import load_faults, of_patterns, search_text
 from envbuild.jobcheck.lint.rendezvous import of_launches, of_variables
 from envbuild.jobcheck.lint.resources import of_ranks
 from envbuild.jobcheck.lint.script import Found, read_script
@@ -50,9 +50,7 @@ def lint_manifest(text: str, name: str) -> Iterator[Found]:
     Raises UsageError for text that is not YAML.
     """
     for fault in load_faults().values():
-        match = fault.manifest.search(text) if fault.manifest else None
-        if match and not (fault.unless and fault.unless.search(text)):
-            yield Found(fault.id, text.count("\n", 0, match.start(0)) + 1, match[0].strip())
+        yield from search_text(fault, "manifest", text)
     for document in parse_yaml(text, name, UsageError, _HINT, typ="rt", aliases=_ALIASES):
         if isinstance(document, Mapping):
             ends = str(document.get("kind")).endswith("Job")
@@ -64,7 +62,6 @@ def lint_manifest(text: str, name: str) -> Iterator[Found]:
                 yield from _policy(document)
                 yield from _unknown(document.get("spec"), "job")
                 yield from _names(document)
-                yield from _indexes(document)
             if document.get("kind") == "PyTorchJob":
                 yield from _replicas(document)
 
@@ -138,25 +135,12 @@ def _names(document: Mapping[str, Any]) -> Iterator[Found]:
     pod = _inner(spec, "template", "spec")
     if not isinstance(pod, Mapping) or spec.get("completionMode") != "Indexed" or pod.get("subdomain"):
         return
-    for variable in (row for container in _rows(pod, "containers") for row in _rows(container, "env")):
-        if re.fullmatch(rf"{re.escape(str(name))}-\d+(?:[.:].*)?", value := str(variable.get("value"))):
-            yield Found("pod-name", _line(variable, "value"), value)
-
-
-def _indexes(document: Mapping[str, Any]) -> Iterator[Found]:
-    """Find uses of a pod's completion index in Jobs that are not Indexed."""
-    spec = document.get("spec")
-    if _inner(spec, "completionMode") == "Indexed":
-        return
-    for container in _rows(_inner(spec, "template", "spec"), "containers"):
-        for variable in _rows(container, "env"):
-            path = str(_inner(variable, "valueFrom", "fieldRef", "fieldPath"))
-            if "job-completion-index" in path:
-                yield Found("pod-index", _line(variable, "name"), str(variable.get("name")))
-        if re.search(r"\$\{?JOB_COMPLETION_INDEX\b", " ".join(_words(container))):
-            yield Found(
-                "pod-index", _line(container, "args" if "args" in container else "command"), "JOB_COMPLETION_INDEX"
-            )
+    for container in _rows(pod, "containers"):
+        env = [(str(variable.get("value")), _line(variable, "value")) for variable in _rows(container, "env")]
+        words = [(word.rpartition("=")[2], _line(container, "args")) for word in _words(container)]
+        for value, line in (*env, *words):
+            if re.fullmatch(rf"{re.escape(str(name))}-\d+(?:[.:].*)?", value):
+                yield Found("pod-name", line, value)
 
 
 def _inner(value: Any, *keys: str) -> Any:

@@ -146,7 +146,12 @@ def starts_training(command: Command) -> bool:
         return True
     if name in LAUNCHERS or name in ("apptainer", "singularity", "docker"):
         tunnel = name == "ssh" and re.search(r" -\w*N", " ".join(command.words))
-        if tunnel or set(command.words) & ASKS or re.search(r"\b(?:pip3?|conda) install\b", " ".join(command.words)):
+        asks = [*before_program([*command.words]), command.words[-1]]
+        if (
+            tunnel
+            or ASKS.intersection(map(posixpath.basename, asks))
+            or re.search(r"\b(?:pip3?|conda) install\b", " ".join(command.words))
+        ):
             return False
         texts = [text for flag, text in pairwise(command.words) if re.fullmatch(r"-\w*c", flag) and " " in text]
         if texts:

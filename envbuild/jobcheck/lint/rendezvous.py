@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
-from envbuild.data import load_table
 from envbuild.jobcheck.lint.directives import option_values, whole_number
 from envbuild.jobcheck.lint.launch import RANK_OPTIONS, Launch, before_program, starts_training
 from envbuild.jobcheck.lint.script import PER_NODE, Found, ParsedScript
@@ -26,7 +25,9 @@ _READS = frozenset(["read", "mapfile", "readarray", "source", ".", "eval"])
 _ENVIRONMENT = re.compile(r"bin/activate$|^activate$|conda\.sh$|etc/profile|bashrc$|modules\.sh$")
 _MOST_LINES = 100  # of one command
 # Variables of schedulers and of users' environments.
-GIVEN = re.compile(r"(?:SLURM|SALLOC|PBS|LSB|PMI|OMPI)\w*|HOSTNAME|HOME|USER|E?UID|PWD|RANDOM|SECONDS|OPTARG|PET_\w+")
+GIVEN = re.compile(
+    r"(?:SLURM|SALLOC|PBS|LSB|PMI|OMPI|NQSII|NQSV|COBALT|PJM|OAR|FLUX)\w*|HOSTNAME|HOME|USER|E?UID|PWD|RANDOM|SECONDS|OPTARG|PET_\w+"
+)
 # A list of nodes, whole or in Slurm's short form, and what takes one name out of it.
 _LIST = re.compile(r"\bSLURM_(?:JOB_)?NODELIST\b|\bPBS_NODEFILE\b|scontrol show hostnames?\b")
 _SHORT = re.compile(r"\bSLURM_(?:JOB_)?NODELIST\b")
@@ -43,7 +44,6 @@ _FUNCTION = re.compile(r"[a-z]+(?:_[a-z]+)+")
 _PORTS = re.compile(r"--(?:main_process_port|main-process-port|master_port|config)|MASTER_PORT")
 _PORT_OPTIONS = ("--main_process_port", "--main-process-port", "--master_port")
 _LITERAL_HOST = re.compile(r"[a-z][\w.-]+(?::.*)?", re.DOTALL)
-_ADDRESS = re.compile(r"(?!127\.|0\.)\d{1,3}(?:\.\d{1,3}){3}")
 
 
 def of_variables(script: ParsedScript) -> Iterator[Found]:
@@ -69,27 +69,10 @@ def of_variables(script: ParsedScript) -> Iterator[Found]:
             if value.isdecimal() and not (given or script.whole_nodes) and (command.words or read[variable]):
                 own = script.kind == "shell" and not script.several  # on a host of one's own
                 yield Found("fixed-port", command.line, value, level="hint" if own else script.doubtful)
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        for command, value in script.exported(variable):
-            if re.fullmatch(r"=?(?:lo|docker\d*|virbr\d*)", value) and script.several:
-                yield Found("loopback-interface", command.line, f"{variable}={value}")
-    text = "\n".join(line for line in script.lines if not line.startswith("#!"))
-    fabrics = load_table("fabrics")["fabrics"].values()
-    others = [row["signs"] for row in fabrics if "signs" in row and row["provider"] != "efa"]
-    signs = re.search("|".join(others), text, re.IGNORECASE)
-    for command, value in script.exported("FI_PROVIDER"):
-        if value.split(";")[0] == "efa" and signs:
-            yield Found("efa-elsewhere", command.line, signs[0])
 
 
 def of_addresses(script: ParsedScript) -> Iterator[Found]:
     """Find endpoints with unsuitable names or several addresses, and endpoints that are never set."""
-    for command in script.commands if script.several else ():
-        if command.program == "srun" and "hostname" in command.words:
-            after = command.words[command.words.index("hostname") :]
-            if asked := set(after) & {"-i", "-I", "--ip-address", "--all-ip-addresses"}:
-                own = asked <= {"-i", "--ip-address"}
-                yield Found("own-address" if own else "first-address", command.line, " ".join(after))
     # enroot's hook 50-slurm-pytorch.sh sets MASTER_ADDR and MASTER_PORT in containers of pyxis.
     elsewhere = "--container-" in script.text or sets_elsewhere(script)
     loops = set(re.findall(r"\bfor (\w+) in\b|\$\{(\w+):?=", script.text))
@@ -435,8 +418,3 @@ def of_literal_hosts(script: ParsedScript) -> Iterator[Found]:
             host = launch.options.get(name, "")
             if _LITERAL_HOST.fullmatch(host) and not host.startswith("localhost"):
                 yield Found("endpoint-fixed", script.where(host[:20], launch.command.line), host.partition(":")[0])
-    # If the directives name the nodes, the author knows their addresses.
-    pinned = script.directive("--nodelist", "-w") or "host=" in script.text
-    for command, value in script.exported("MASTER_ADDR") if script.several and script.facts and not pinned else ():
-        if _ADDRESS.fullmatch(value) and not command.file:
-            yield Found("endpoint-fixed", command.line, value)

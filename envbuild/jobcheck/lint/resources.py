@@ -24,7 +24,7 @@ from envbuild.jobcheck.lint.launch import (
     starts_training,
 )
 from envbuild.jobcheck.lint.script import NOUNSET, PER_NODE, Found, ParsedScript, option_set
-from envbuild.jobcheck.lint.shell import LAUNCHERS, WORDS, Command
+from envbuild.jobcheck.lint.shell import CONTAINERS, LAUNCHERS, WORDS, Command
 
 # Bindings that leave a task more than one core.
 _FREE = r"(?:quiet,|verbose,|[qv],)?(?:no|map_|mask_|rank|sockets|ldoms|boards)"
@@ -40,6 +40,7 @@ _COUNT = re.compile(
 _MOST = 10_000  # characters of a job's directives
 _OTHER_STEPS = re.compile(r"eval|test|infer|predict|prep|process|convert|download|gen|setup", re.IGNORECASE)
 _COMPUTES = re.compile(r"torch|horovod|cuda|nccl|deepspeed|ddp", re.IGNORECASE)
+_TASKS = re.compile("|".join(sorted(WORDS["task_starts"])), re.MULTILINE)
 _OPEN_MPI = re.compile(r"open-?mpi|\bompi|OMPI_|orterun|--(?:map-by|bind-to)\b|--?(?:mca|npernode)\b", re.IGNORECASE)
 _SLOTS = re.compile(r"host|machinefile|oversubscribe|rankfile|:ppn", re.IGNORECASE)
 
@@ -114,10 +115,12 @@ def of_cpus(script: ParsedScript) -> Iterator[Found]:
     threads = [(command.line, value) for command, value in script.exported("OMP_NUM_THREADS")]
     told_cpus = ("$SLURM_CPUS_PER_TASK", "${SLURM_CPUS_PER_TASK}", "$NCPUS")
     most = max((ranks for _, ranks in started), default=0)
-    for line, value in threads[-1:] if most > 1 else ():
+    given = script.directive("--cpus-per-task", "-c") or not script.has_steps
+    for line, value in threads[-1:] if given or most > 1 else ():
         each = cpus if value in told_cpus else whole_number(value) or 0
-        if each > 1 and each * most > cpus:
-            yield Found("threads-many", line, f"{most} ranks of {each} threads, {cpus} CPUs")
+        if each > 1 and each * max(most, 1) > cpus and (most or script.gpus or script.trains):
+            value = f"{most or 1} rank{'s' * (most > 1)} of {each} threads, {cpus} CPU{'s' * (cpus != 1)}"
+            yield Found("threads-many", line, value)
     for command, ranks in started:
         if ranks >= 2 * max(cpus, 1) and not command.file:
             # Sites may give each GPU some CPUs, where the job asks for none.
@@ -276,7 +279,7 @@ def of_requests(script: ParsedScript) -> Iterator[Found]:
     elif total and many > 1 and not placed and any(is_program(command, _OTHER_STEPS) for command in script.commands):
         yield Found("tasks-spread", total[0], total[1], program="python", level="hint")
     given = script.directive(*PER_NODE, "--ntasks", "-n") if script.has_steps and script.trains else None
-    if given and placed and script.tasks > 1 and not (script.launchers_work or script.submits or script.texts):
+    if given and placed and script.tasks > 1 and not (_TASKS.search(script.code) or script.submits or script.texts):
         yield Found("tasks-unused", given[0], str(script.tasks))
     chunks = re.search(r"\bselect=(\d{1,5}):\S{0,200}?\bngpus=(\d{1,3})", text)
     together = chunks is not None and int(chunks[1]) > 1 and 0 < int(chunks[2]) < 4
@@ -329,9 +332,13 @@ def of_placement(script: ParsedScript) -> Iterator[Found]:
                 yield Found("ranks-unplaced", command.line, ranks, str(nodes))
             elif each and each > 1 and (whole_number(ranks) or each + 1) <= each and starts_training(command):
                 yield Found("idle-nodes", command.line, nodes=str(nodes), program="mpiexec")
-        sets = next(option_values(before_program(words), ("-n", "--nrs")), "") if command.program == "jsrun" else ""
-        if sets == "1" and nodes > 1 and starts_training(command) and not command.background:
-            yield Found("idle-nodes", command.line, nodes=str(nodes), program="jsrun")
+            elif each and 1 < (whole_number(ranks) or 0) < each * nodes and starts_training(command):
+                value = f"{ranks} of {each * nodes}"
+                yield Found("one-rank", command.line, value, program="mpiexec", level="hint")
+        sets = next(option_values(before_program(words), ("-n", "--nrs", "-np")), "")
+        alone = sets == "1" and nodes > 1 and command.program in ("jsrun", "ibrun") and not command.background
+        if alone and starts_training(command):
+            yield Found("idle-nodes", command.line, nodes=str(nodes), program=command.program)
         if command.program == "jsrun" and computes:
             options = before_program(words)
             given = any(re.match(r"-g|--gpu_per_rs|-U|--erf_input|-S|--smpiargs", word) for word in options)
@@ -413,7 +420,10 @@ def of_idle_nodes(script: ParsedScript) -> Iterator[Found]:
         alone = command.program == "horovodrun" and script.has_steps and not hosts
         alone |= command.program == "deepspeed" and not re.search(r"hostfile|-H |--launcher", script.text)
         known = alone or is_plain_training(command)
-        if (known or is_program(command, _OTHER_STEPS)) and not command.file and "ray" not in script.passed:
+        inside = (
+            CONTAINERS & {command.program} and not LAUNCHERS & {*command.words} and is_plain_training(_stepped(command))
+        )
+        if (known or is_program(command, _OTHER_STEPS) or inside) and not (command.file or "ray" in script.passed):
             level: Literal["", "hint"] = "" if known else "hint"
             yield Found("idle-nodes", command.line, nodes=str(script.nodes[1]), program=command.program, level=level)
             return

@@ -13,7 +13,7 @@ from typing import Literal
 
 from envbuild.jobcheck.lint.directives import Directive, ScriptFacts, option_values, whole_number
 from envbuild.jobcheck.lint.launch import Launch, find_launches, starts_training
-from envbuild.jobcheck.lint.shell import LAUNCHERS, SUBMITS, WORDS, Command, Reader, Variables, commands_of
+from envbuild.jobcheck.lint.shell import CONTAINERS, LAUNCHERS, SUBMITS, WORDS, Command, Reader, Variables, commands_of
 
 PER_NODE = ("--ntasks-per-node", "--tasks-per-node")
 _MOST_PLACES = 1000  # texts to look for; a script of a person needs fewer than a hundred
@@ -211,7 +211,7 @@ class ParsedScript:
     @functools.cached_property
     def launchers_work(self) -> bool:
         """Whether the script starts anything on other nodes."""
-        return any(command.started_by or command.program in LAUNCHERS for command in self.commands)
+        return any(set(command.started_by) - CONTAINERS or command.program in LAUNCHERS for command in self.commands)
 
     @functools.cached_property
     def submits(self) -> bool:

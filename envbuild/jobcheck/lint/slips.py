@@ -54,11 +54,11 @@ _PREFIX = re.compile(r"[A-Z_][A-Z0-9_]*=")
 _HELD = re.compile(r"\$\{?(\w+)(?:\[[@*]\])?\}?")
 _OPERATOR = re.compile(r"(?<=[\w\"'/.-]) (\|&?|&&|2>&1|&?>>?) (?=[\w\"'/$.|])")
 _WARNINGS = frozenset(["USR1", "USR2", "10", "12"])
-_LOOPS = re.compile(r"\b(?:for|select|(?:read|mapfile|readarray)(?: -\w{1,9}){0,3}|getopts \S{1,99}) (\w+)")
+_LOOPS = re.compile(r"\b(?:for|select|let|(?:read|mapfile|readarray)(?: -\w{1,9}){0,3}|getopts \S{1,99}) (\w+)")
 _COMMENTED = re.compile(r"^[ \t]*#+[ \t]*(?:export[ \t]+)?([A-Z][A-Z0-9_]{3,})=", re.MULTILINE)
 # Variables that users' environments, modules and activated environments set.
 _FROM_OUTSIDE = re.compile(
-    r"CUDA|CONDA|NCCL|OMP|MPI|LD_|PATH$|.*(?:PATH|HOME|ROOT|DIR|SCRATCH|TMP|KEY|TOKEN)$|ROCR|HIP"
+    r"CUDA|CONDA|NCCL|OMP|MPI|LD_|EBROOT|EBVERSION|NQS|MEMBERWORK|PROJWORK|LUSTRE_|TACC_|(?:STORE|FAST|ARCHIVE|LANG|TERM|SHELL)$|PATH$|.*(?:PATH|HOME|ROOT|DIR|SCRATCH|TMP|KEY|TOKEN)$|ROCR|HIP"
 )
 _FROM_SITE = re.compile(
     r"(?!.*DIR$)(?:CUDA|CONDA|NCCL|OMP|MPI|LD_|.*(?:PATH|HOME|ROOT|SCRATCH|TMP|KEY|TOKEN)$|ROCR|HIP)"
@@ -72,7 +72,9 @@ _HELPERS = re.compile(r"die|usage|(?:show|print)_(?:help|usage)|error_exit|fatal
 _READ = re.compile(r"(?<!\\)\$(?:([a-z][a-z0-9_]*|[A-Z]\w*)\b|\{([a-z][a-z0-9_]*|[A-Z]\w*)\})")
 _WORDS_OF_CODE = re.compile(r"(?<![\w${\\-])[a-z][a-z0-9_]*")
 # Variables that programs read, and schedulers do not set.
-_OF_PROGRAMS = re.compile(r"(?:NCCL|GLOO|TORCH)_\w+|MASTER_(?:ADDR|PORT)|CUDA_(?:DEVICE_ORDER|LAUNCH_BLOCKING)")
+_OF_PROGRAMS = re.compile(
+    r"(?:NCCL|GLOO|TORCH|PYTORCH|TF|XLA|TOKENIZERS|HSA|MIOPEN)_\w+|MASTER_(?:ADDR|PORT)|CUDA_(?:DEVICE_ORDER|LAUNCH_BLOCKING)"
+)
 _QUOTES = frozenset(["awk", "sed", "perl", "jq", "bash", "sh", "csh", "envsubst", "xargs", "find", "trap", "python"])
 
 
@@ -112,11 +114,6 @@ def of_directives(script: ParsedScript) -> Iterator[Found]:
     for line, words in script.late:  # some keep directives for later at the end
         doubtful = line > last or _LABELS.match(words[0]) is not None
         yield Found("directive-ignored", line, level="warning" if doubtful else "")
-    none = script.directive("--export")
-    if none and none[1].upper() in ("NONE", "NIL") and "SLURM_EXPORT_ENV" not in script.text:
-        steps = [command for command in script.commands if command.program == "srun"]
-        if steps and not any(word.startswith("--export") for command in steps for word in command.words):
-            yield Found("export-none", none[0])
 
 
 def of_shell(script: ParsedScript) -> Iterator[Found]:
@@ -367,7 +364,13 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
             elif read in others and own.lower() != read and not read.endswith("_proxy"):
                 others.remove(read)
                 yield Found("variable-case", script.where(match[0], command.line), read)
-            elif unset and len(read) > 4 and read not in mentioned and own != read and not outside(read):
+            elif (
+                unset
+                and len(read) > 3 + (read.islower() or read == "WORK")
+                and read not in mentioned
+                and own != read
+                and not outside(read)
+            ):
                 seen.add(read)
                 alike = [name for name in script.values if _is_misspelt(read, name)]
                 level: Literal["warning", "hint"] = "warning" if alike and read.islower() else "hint"

@@ -56,7 +56,8 @@ def of_status(script: ParsedScript) -> Iterator[Found]:
 def _printed_status(script: ParsedScript) -> Iterator[Found]:
     """Find scripts that check an exit code only to print a message."""
     asked = _COMPARED.search(script.code) if script.facts and not script.submits else None
-    if asked and not (_LEAVES.search(script.code) or option_set(script, ERREXIT)):
+    conda = "__conda_setup" in script.code  # of `conda init`
+    if asked and not (conda or _LEAVES.search(script.code) or option_set(script, ERREXIT)):
         yield Found("status-lost", script.where(asked[0].strip()), "the message behind it", level="hint")
 
 
@@ -87,6 +88,16 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
     if script.kind != "shell" and top[at].background and quiet and not piped_group and "wait" not in script.text:
         yield Found("ends-early", top[at].line)
         return
+    if script.facts and top[at].background and "wait" not in script.text and not piped_group:
+        yield Found("status-lost", top[at].line, "the last command, and no wait asks for that", level="hint")
+        return
+    fails = any(
+        command.program in ("exit", "return") and (command.words[1:2] or ("0",)) != ("0",) for command in top[at + 1 :]
+    )
+    waits = [command for command in after if command.program == "wait"]
+    if (fails or stops) and top[at].background and waits and not any(command.words[1:] for command in waits):
+        yield Found("status-lost", waits[0].line, "wait, which is 0")
+        return
     while after and after[-1].words == ("exit",):
         after.pop()
     then = top[at + 1] if at + 1 < len(top) else top[at]
@@ -111,13 +122,6 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
     if "=" in last.program or last.program.startswith("-"):  # an option that is not continued
         return
     asked = any("PIPESTATUS" in line or "$?" in line for line in script.lines[end - 1 :])
-    fails = any(
-        command.program in ("exit", "return") and (command.words[1:2] or ("0",)) != ("0",) for command in top[at + 1 :]
-    )
-    bare = [command for command in after if command.words == ("wait",)]
-    if fails and top[at].background and bare and not any(step.program == "wait" and step.words[1:] for step in after):
-        yield Found("status-lost", bare[0].line, "wait, which is 0")
-        return
     trapped = any(
         _ON_EXIT & set(command.words[2:]) and _tells(script, command.words[1])
         for command in top
