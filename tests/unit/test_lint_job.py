@@ -2329,6 +2329,35 @@ def test_the_nodes_of_a_component_are_not_those_of_a_heterogeneous_job(word: str
     assert "nodes-differ" in ids(f"{plain}srun {RUN.replace('nnodes=2', 'nnodes=8')} x")
 
 
+def test_a_network_that_one_pod_or_node_does_not_use_is_a_hint() -> None:
+    off = "env: [{name: NCCL_IB_DISABLE, value: '1'}]"
+    alone, several = found(f"{GPU_JOB}          {off}\n", "network-disabled", "job.yaml"), on_pods(off)
+    assert alone is not None and alone.fault.level == "hint"
+    problem = found(several, "network-disabled", "job.yaml")
+    assert problem is not None and problem.fault.level == "warning"
+    unknown = "#!/bin/bash\n#SBATCH --gres=gpu:4\nset -e\nexport NCCL_IB_DISABLE=1\npython train.py"
+    problem = found(unknown, "network-disabled")
+    assert problem is not None and problem.fault.level == "hint"
+
+
+def test_a_step_that_prints_an_address_needs_no_cpus() -> None:
+    assert "cpus-not-passed" not in ids(f"{CPUS}ip=$(srun -n 1 -w $host /bin/hostname -I)\n")
+    assert "cpus-not-passed" in ids(f"{CPUS}srun -n 1 -w $host ./train.sh\n")
+
+
+def test_tasks_that_a_launcher_in_a_container_starts_are_used() -> None:
+    tasks = ONE.replace("set -e", "#SBATCH --ntasks-per-node=4\nset -e")
+    assert "tasks-unused" in ids(f"{tasks}singularity exec --nv x.sif python train.py\n")
+    assert "tasks-unused" not in ids(f"{tasks}singularity exec --nv x.sif mpirun -np 4 python train.py\n")
+    assert "tasks-unused" not in ids(f"{tasks}horovodrun -np $SLURM_NTASKS python train.py\n")
+    assert "tasks-unused" in ids(f"{tasks}srun -l hostname\npython train.py\n")
+
+
+def test_a_bare_wait_loses_the_exit_codes_of_steps_under_set_e_too() -> None:
+    text = f"{SLURM}for i in 0 1; do\n srun -N 1 -r $i python train.py &\ndone\nwait\necho end\n"
+    assert "status-lost" in ids(text) and "status-lost" not in ids(text.replace("\nwait\n", "\nwait -n\n"))
+
+
 def test_memory_that_ranks_share_is_no_network() -> None:
     assert "network-disabled" not in ids(SLURM + f"export NCCL_SHM_DISABLE=1\nsrun {RUN} x")
     assert "network-disabled" in ids(SLURM + f"export NCCL_IB_DISABLE=1\nsrun {RUN} x")

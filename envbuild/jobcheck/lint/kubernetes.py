@@ -254,7 +254,8 @@ def _container(container: Mapping[str, Any], nodes: int, ranks: str) -> Iterator
             if finding.id in _OF_HOSTS:
                 continue
             line = lines[finding.line - 1] if finding.line <= len(lines) else begun
-            yield Found(finding.id, line, finding.value, str(nodes))
+            alone = finding.id == "network-disabled" and nodes == 1  # no other pod to reach
+            yield Found(finding.id, line, finding.value, str(nodes), level="hint" if alone else "")
     if gpus > 1 and re.search(r"\bpython[\d.]* (?!-m torch\.distributed)", body) and not _STARTS_RANKS.search(body):
         yield Found("one-process", begun, str(gpus), level="hint")  # the program may take all GPUs itself
     cpus = whole_number(str((_limits(container) or {}).get("cpu", "")))
