@@ -37,7 +37,7 @@ def _read_text(path: Path) -> Iterator[Statement]:
 
 # Format → the pattern of its file names, and its reader. The first pattern that matches counts.
 FORMATS: dict[str, tuple[str, Callable[..., Iterator[Statement]]]] = {
-    "pyproject.toml": (r"pyproject\.toml", read_pyproject),
+    "pyproject.toml": (r"pyproject(\.[\w-]+)?\.toml", read_pyproject),
     "uv.lock": (r"uv\.lock", read_toml_lock),
     "pylock.toml": (r"pylock(\.[^.]+)?\.toml", read_toml_lock),
     "poetry.lock": (r"poetry\.lock", read_toml_lock),
@@ -68,12 +68,17 @@ _CONVERTED = {
     "pdm.lock": ("`pdm export --format pylock --output pylock.toml` converts it", r"^\[\[package\]\]", "pylock.toml"),
 }
 # Of the many YAML and text files of a project's folder, those with the usual names.
-_IN_FOLDER = re.compile(r"(?!.*\.ya?ml|.*\.(txt|in)).*|environment\.ya?ml|(.*\.)?conda-lock\.ya?ml|requirements\.txt")
+_IN_FOLDER = re.compile(
+    r"(?!.*\.ya?ml|.*\.(txt|in)|pyproject\.[\w-]+\.toml).*"
+    r"|environment\.ya?ml|(.*\.)?conda-lock\.ya?ml|requirements\.txt"
+)
 # Files without which the import of a folder makes no sense.
 _OWN_FILES = ("pyproject.toml", "requirements.txt", "environment.yml", "pixi.toml")
 _LOCKS = ("uv.lock", "poetry.lock", "pixi.lock", "Pipfile.lock", "pylock.toml")
 # Files beside those that are often the ones for GPUs: requirements-gpu.txt, environment_cuda.yml.
-_NAMED_ONLY = re.compile(r"requirements?(?![A-Za-z]).*\.(?:txt|in)$|(?<![a-z])environment(?![A-Za-z]).*\.ya?ml$")
+_NAMED_ONLY = re.compile(
+    r"pyproject\.[\w-]+\.toml$|requirements?(?![A-Za-z]).*\.(?:txt|in)$|(?<![a-z])environment(?![A-Za-z]).*\.ya?ml$"
+)
 # The folder of a new recipe.
 _RECIPE = Path("recipes", "NAME")
 

@@ -10,17 +10,18 @@ from urllib.parse import unquote
 
 from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from envbuild.base.masking import is_secret, masked_text
 from envbuild.base.text import normalise
 from envbuild.base.toml import nearest
+from envbuild.imports.conda_files import default_channels
 from envbuild.imports.signs import (
     ELSEWHERE,
     elsewhere_note,
     gpu_note,
     gpu_signs,
     group_note,
+    has_no_build,
     is_only_elsewhere,
     is_published,
     published,
@@ -36,9 +37,10 @@ from envbuild.imports.statement import (
     Lose,
     Statement,
     always_on_linux,
-    contradict,
     for_linux,
     linux_places,
+    lose_contradicting,
+    minor_versions,
     python_version,
     split_extras,
 )
@@ -60,8 +62,6 @@ _REQUIREMENTS = ("requirement", "constraint", "pin")
 # The tag in a local version of a build for an accelerator: torch==2.7.1+cu126, but not flash-attn==2.8+cu12torch2.7.
 _LOCAL = re.compile(r"===?[^;,+=]*\+([a-z]+[0-9]*(?:\.[0-9]+)*)(?![A-Za-z0-9])")
 _ANY_LOCAL = re.compile(r"===?[^;,+=]*(\+[^\s;,]+)")
-
-
 _OF_HOST = "a file of the host on which it was written"
 # A wheel of one of PyTorch's packages on the host that wrote the file, or at an address without a sha256: their indexes
 # have the same version.
@@ -173,6 +173,12 @@ def compose(
         if statement.kind in _REQUIREMENTS and _project(statement) == "torch"
     ]
     is_conda = any(statement.kind in _CONDA for statement in kept)
+    images = {statement.place for statement in given if statement.text.startswith("FROM ")}
+    if any(re.match(r"(?:\S+::)?pytorch(?![\w.-])", statement.text) for statement in kept if statement.kind in _CONDA):
+        for statement in [
+            statement for statement in kept if statement.place in images and _project(statement) == "torch"
+        ]:
+            lose(statement, "torch of the base image: the recipe has conda's pytorch")
     signed = tags_of(signs, torch, arches[0])
     # conda's channels have other builds than PyTorch's indexes
     chosen_tags = signed if is_conda else [published(tag, torch, arches[0]) for tag in signed]
@@ -188,7 +194,7 @@ def compose(
         elif statement.kind == "channel" and not is_conda:
             lose(statement, "no conda package is in the sources")
     python = python_version(kept, given, lose, preferred)
-    _lose_contradicting(kept, lose)
+    lose_contradicting(kept, lose)
     pins = _pins(kept, python, targets, lose)
     named, limits = _merged(kept, "requirement"), _merged(kept, "constraint")
     limits = {name: [_for_targets(name, text, targets) for text in texts] for name, texts in limits.items()}
@@ -247,7 +253,7 @@ def compose(
     )
     if is_conda:
         channels = [url for text in of("channel") for url in (_DEFAULTS if text == "defaults" else (text,))]
-        conda = {"channels": channels or ["conda-forge"], "dependencies": of(*_CONDA) or ["python"]}
+        conda = {"channels": channels or default_channels(of(*_CONDA)), "dependencies": of(*_CONDA) or ["python"]}
         data |= {"environment": "conda", "conda": conda | _filled(requirements=common)}
     for statement in [statement for statement in kept if statement.kind == "project"]:
         if any(statement.reason == OWN_NAME for statement in gone):
@@ -259,7 +265,8 @@ def compose(
         | {"targets": tables}
         | _filled(image=_image(kept, tuple(gone), lose, is_conda))
     )
-    gone += _rebuilt(kept, targets, given_target=bool(target))
+    gone += [*_rebuilt(kept, targets, given_target=bool(target)), *minor_versions(kept, python)]
+    gone += [] if is_conda else _torch_builds(kept, targets)
     notes = [gpu_note(signs, targets, chosen_tags)]
     if not notes[0] and signed != chosen_tags and tags == {*chosen_tags}:
         notes.append(published_note(signs, signed, targets))
@@ -419,25 +426,6 @@ def _pins(kept: Collection[Statement], python: str, targets: list[Target], lose:
     return chosen
 
 
-def _lose_contradicting(kept: Collection[Statement], lose: Lose) -> None:
-    """Lose requirements and pins that an earlier requirement of the same project contradicts: no version fits both."""
-    first: dict[str, list[tuple[Statement, SpecifierSet]]] = {}
-    overridden = {_project(statement) for statement in kept if statement.kind == "override"}
-    of_kinds = [statement for kind in ("requirement", "pin") for statement in kept if statement.kind == kind]
-    for statement in of_kinds:
-        requirement = Requirement(statement.text)
-        project = normalise(requirement.name)
-        if project in overridden or requirement.url or (statement.kind == "requirement" and requirement.marker):
-            continue
-        specifier = SpecifierSet(re.sub(r"\+[^,;]*", "", str(requirement.specifier)))
-        others = first.setdefault(project, [])
-        other = next((other for other, known in others if contradict(known, specifier)), None)
-        if other is not None and other.place.rpartition(":")[0] != statement.place.rpartition(":")[0]:
-            lose(statement, f"contradicts {other.text} at {other.place}, which the recipe has")
-        elif statement.kind == "requirement":
-            others.append((statement, specifier))
-
-
 def _applies(pin: Requirement, python: str, target: Target) -> bool:
     environment = LINUX | {
         "python_version": python,
@@ -544,7 +532,8 @@ def built_for(text: str, pin: Requirement | None, target: Target, old: str = "")
 
     def replaced(match: re.Match[str]) -> str:  # a longer local version of the same build, +rocm6.4.1, stays
         is_kept = (local and (match[3] or "").startswith(local)) or not is_built
-        return match[0] if is_kept else f"{match[1]}{match[2]}{local}"
+        unknown = name == "torch" and has_no_build(match[2], target)
+        return match[0] if is_kept else f"{match[1]}{match[2]}{'' if unknown else local}"
 
     built = [re.sub(r"^(===?)([^+*]+)(\+.*)?$", replaced, part) for part in parts]
     return _joined(requirement.name, requirement.extras, built) + (
@@ -564,6 +553,21 @@ def _rebuilt(kept: Collection[Statement], targets: Sequence[Target], given_targe
         if not is_same and not (is_known and (given_target or statement.kind == "pin")):
             new = built_for(text.strip(), None, targets[0])
             yield replace(statement, text=text.strip(), reason=f"the recipe has the build for its target: {new}")
+
+
+def _torch_builds(kept: Collection[Statement], targets: Sequence[Target]) -> Iterator[Statement]:
+    """Yield the pins of torch without a local version to which the recipe adds one, or for which no build is known."""
+    pins = {
+        statement.text.partition(";")[0].strip(): statement for statement in kept if statement.kind in _REQUIREMENTS
+    }
+    for text, statement in pins.items():
+        pin = re.fullmatch(r"torch(?:\[[^]]*\])?\s*={2,3}\s*([\w.]+)", text)
+        for target in filter(local_version, targets if pin else ()):
+            new = built_for(text, None, target)
+            reason = f"carried with the local version of its target's build: {new}"
+            if "+" not in new:
+                reason = f"carried as it is: PyTorch has no build of it for {target.family.title} {target.version}"
+            yield replace(statement, text=text, reason=reason)
 
 
 def _image(kept: Collection[Statement], gone: Collection[Statement], lose: Lose, is_conda: bool) -> dict[str, Any]:

@@ -7,7 +7,7 @@ format, version 1; pixi.sh, "Manifest" and "Lock file", version 6.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from envbuild.base.errors import UsageError
 from envbuild.base.packages import CHANNEL_ALIAS
 from envbuild.base.toml import Document, list_at, read, table_at, value_at
 from envbuild.base.yaml_reader import parse_yaml
-from envbuild.imports.pip_files import beside, pip_line, poetry_requirement
+from envbuild.data import load_table
+from envbuild.imports.pip_files import Find, beside, pip_line, poetry_requirement
 from envbuild.imports.statement import (
     ENVIRONMENTS,
     INDEX,
@@ -35,6 +36,7 @@ _SELECTOR = re.compile(r"\s#\s*\[([a-z0-9]+)\]\s*$")
 _SELECTED = {"linux": "", "unix": "", "linux64": "linux-64", "x86_64": "linux-64", "aarch64": "linux-aarch64"}
 _LINUX = ("", "linux-64", "linux-aarch64")
 CHANNEL = "carried without its channel: the order of `channels` decides which of them serves a package"
+_OPTION = "an option of the package manager"
 _LOCKED = "URLs and hashes: `envbuild lock` writes those of the same versions and builds"
 # A line of `conda list --export`: NAME=VERSION=BUILD
 _EXPORTED = r"([\w.-]+)=([^=\s]+)=([^=\s]+)"
@@ -356,3 +358,81 @@ def _pin(pip: bool, url: str, row: dict[str, Any], place: str, group: str, platf
     if text and platform in _LINUX:
         return Statement("pin" if pip else "conda-pin", text, place, group, platform)
     return lost(f"{text or url} ({platform})", place, SOURCE if platform in _LINUX else OTHER_SYSTEM, group)
+
+
+_UNKNOWN = "an option that envbuild does not know: the next word may be its value or a package"
+
+
+def conda_words(words: list[str], place: str, find: Find, *, is_env: bool) -> Iterator[Statement]:
+    """Yield the statements of the words after `conda install`; `is_env` is whether it is a command of `conda env`.
+
+    An unknown option is listed together with the next word.
+    """
+    left, has_file = iter(words), False
+    for word in left:
+        name, equals, value = word.partition("=")
+        if not word.startswith("-"):
+            if re.fullmatch(r"[^-=<>]\S*\.ya?ml", word):
+                yield from _conda_file(word, place, find)
+                has_file = True
+                continue
+            channel, marks, spec = word.partition("::")
+            if marks:
+                yield Statement("channel", channel, place)
+            yield conda_spec("conda", spec if marks else word, place)
+            continue
+        if re.fullmatch(r"-[a-zA-Z][^-=].*", word) and _option(word[:2])[1]:
+            name, equals, value = word[:2], "=", word[2:]  # -cconda-forge
+        long, is_valued = _option(name)
+        if is_valued and not equals:
+            value = next(left, "")
+        if long == "--channel":
+            yield Statement("channel", value, place)
+        elif long == "--file":
+            yield from _conda_file(value, place, find)
+            has_file = True
+        elif is_valued:
+            yield lost(f"{name} {value}", place, _OPTION)
+        elif long not in ("--yes", "--quiet", ""):
+            yield lost(word, place, _OPTION)
+        elif not long and not re.fullmatch("-[a-zA-Z]+", word):
+            yield lost(word if equals else f"{word} {next(left, '')}", place, _UNKNOWN)
+        elif not long and not set(word[1:]) <= set("yq"):  # several short options
+            yield lost(word, place, _OPTION)
+    if is_env and not has_file:
+        yield from _conda_file("environment.yml", place, find)
+
+
+def _option(name: str) -> tuple[str, bool]:
+    """Return the long name of an option of conda or mamba, and whether it has a value; ("", False) if unknown.
+
+    As in conda, the unique beginning of a long name is enough.
+    """
+    known = {
+        spelling: (next(name for name in text.split() if name.startswith("--")), key == "valued")
+        for key in ("valued", "flags")
+        for text in load_table("pip_options")["conda"][key]
+        for spelling in text.split()
+    }
+    if name in known:
+        return known[name]
+    found = {option for spelling, option in known.items() if name.startswith("--") and spelling.startswith(name)}
+    return found.pop() if len(found) == 1 else ("", False)
+
+
+def _conda_file(name: str, place: str, find: Find) -> Iterator[Statement]:
+    """Yield the statements of a conda file without the environment's name, which does not name the recipe."""
+    try:
+        path = find(name)
+        if not isinstance(path, Path):
+            yield lost(f"--file {name}", place, "no such file here: name it with --from")
+            return
+        yield from (statement for statement in read_conda_file(path) if statement.kind != "name")
+    except UsageError as error:
+        yield lost(f"--file {name}", place, error.message)
+
+
+def default_channels(specs: Iterable[str]) -> list[str]:
+    """Return the channels for specs whose sources name none: builds such as py3.8_cuda11.3_cudnn8 are PyTorch's own."""
+    is_of_pytorch = any(re.search(r"py3\.\d+_(?:cuda[\d.]+_cudnn|cpu_)", spec) for spec in specs)
+    return ["pytorch", "conda-forge"] if is_of_pytorch else ["conda-forge"]

@@ -20,7 +20,7 @@ from envbuild.base.errors import UsageError
 from envbuild.base.files import parse_json
 from envbuild.base.text import normalise
 from envbuild.image.model import GOARCH
-from envbuild.imports.conda_files import conda_spec, read_conda_file
+from envbuild.imports.conda_files import conda_words
 from envbuild.imports.pip_files import Find, last_installed, pip_words
 from envbuild.imports.pyproject import read_pyproject
 from envbuild.imports.statement import BRANCH, NOT_IN_IMAGE, NOT_TAKEN, Statement, lost, text_of
@@ -51,8 +51,6 @@ _INSTALL = {
 }
 # They change neither packages nor versions.
 _WITHOUT_EFFECT = ("-y", "-q", "-qq", "--yes", "--quiet", "--no-install-recommends", "--assume-yes")
-_CONDA_FILES = ("-f", "--file")
-_CONDA_VALUED = ("-n", "--name", "-p", "--prefix", "--solver", "--repodata-fn", "--platform")
 _SHELL = "a command of the shell"
 # A folder with code as pip installs it: -e .[all]
 _FOLDER = re.compile(r"(?:(?:-e|--editable)[ =]?)?(\.{1,2}/?[\w./-]*|/[\w./-]+)(?:\[([\w., -]+)\])?")
@@ -447,10 +445,10 @@ def _command(words: list[str], start: int, place: str, stage: _Stage, find: Find
         for statement in pip_words(left, place, find):
             yield statement
             yield from _own_requirements(statement, find)
+    elif kind == "conda":
+        yield from conda_words(left, place, find, is_env=" env " in options_found[0])
     else:
-        # `conda env` without a file reads this one.
-        default = ["-f", "environment.yml"] if " env " in options_found[0] and not {*_CONDA_FILES} & set(left) else []
-        yield from _packages([*left, *default], place, kind, find)
+        yield from _packages(left, place)
 
 
 def _own_requirements(statement: Statement, find: Find) -> Iterator[Statement]:
@@ -559,41 +557,14 @@ def _is_true(words: list[str]) -> bool | None:
     return None
 
 
-def _packages(words: list[str], place: str, kind: str, find: Find) -> Iterator[Statement]:
-    left = iter(words)
-    for word in left:
-        name, equals, value = word.partition("=")
+def _packages(words: list[str], place: str) -> Iterator[Statement]:
+    for word in words:
         python = re.fullmatch(r"python(?:(3\.\d+)|3)?(?:-(?:full|minimal|venv|dev|distutils|pip|is-python3))?", word)
-        if kind == "conda" and name in ("-c", "--channel"):
-            yield Statement("channel", value if equals else next(left, ""), place)
-        elif kind == "conda" and (name in _CONDA_FILES or re.fullmatch(r"[^-=<>]\S*\.ya?ml", word)):
-            yield from _conda_file(
-                value if equals else word if name not in _CONDA_FILES else next(left, ""), place, find
-            )
-        elif kind == "conda" and name in _CONDA_VALUED:
-            yield lost(f"{name} {value if equals else next(left, '')}", place, "an option of the package manager")
-        elif kind == "package" and python:
-            if python[1]:
-                yield Statement("python", f"=={python[1]}.*", place)
-            else:
-                yield lost(word, place, _PYTHON)
+        if python and python[1]:
+            yield Statement("python", f"=={python[1]}.*", place)
+        elif python:
+            yield lost(word, place, _PYTHON)
         elif not word.startswith("-"):
-            channel, marks, spec = word.partition("::") if kind == "conda" else ("", "", word)
-            if marks:
-                yield Statement("channel", channel, place)
-            text = spec if marks else word
-            yield conda_spec(kind, text, place) if kind == "conda" else Statement(kind, text, place)
+            yield Statement("package", word, place)
         elif word not in _WITHOUT_EFFECT:
             yield lost(word, place, "an option of the package manager")
-
-
-def _conda_file(name: str, place: str, find: Find) -> Iterator[Statement]:
-    """Yield the statements of a conda file without the environment's name, which does not name the recipe."""
-    try:
-        path = find(name)
-        if not isinstance(path, Path):
-            yield lost(f"--file {name}", place, "no such file here: name it with --from")
-            return
-        yield from (statement for statement in read_conda_file(path) if statement.kind != "name")
-    except UsageError as error:
-        yield lost(f"--file {name}", place, error.message)

@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from envbuild.base.masking import masked_text
 from envbuild.base.text import normalise
-from envbuild.compat.rows import TorchBuild, load_rows, matches
+from envbuild.compat.rows import TorchBuild, TorchRocm, load_rows, matches
 from envbuild.data import load_table
 from envbuild.imports.statement import (
     BOUND,
@@ -175,6 +175,28 @@ def published(tag: str, torch: Collection[SpecifierSet], arch: str) -> str:
     return tag_of_version(family.name, nearest)
 
 
+def has_no_build(version: str, target: Target) -> bool:
+    """Return whether PyTorch is known to have no build of torch's release `version` for a target's accelerator.
+
+    The rows for ROCm are not complete: only a release before all rows is known to lack a newer ROCm.
+    """
+    try:
+        torch, release = [SpecifierSet(f"=={version}")], Version(version)
+    except ValueError:
+        return False
+    accelerator = target.version
+    if target.family.name == "rocm":
+        firsts = [(_first(row), row.rocm) for row in load_rows().torch_rocm]
+        oldest = min(first for first, _ in firsts)
+        return release < oldest and any(first > oldest and accelerator in versions for first, versions in firsts)
+    if target.family.name != "cuda":
+        return False
+    if target.arch == "x86_64" and (earlier := _earlier(torch)):
+        return accelerator not in earlier
+    row = load_rows().torch_build(version, target.arch)
+    return row is not None and row.complete and accelerator not in row.cuda
+
+
 def is_published(tag: str) -> bool:
     """Return whether PyTorch publishes a wheel index for an accelerator."""
     versions = load_table("gpu_signs")["published"]
@@ -201,14 +223,21 @@ def _earlier(torch: Collection[SpecifierSet]) -> list[str]:
     return known.get(releases.pop(), []) if len(releases) == 1 else []
 
 
-def _first(row: TorchBuild) -> Version:
+def _first(row: TorchBuild | TorchRocm) -> Version:
     return Version(re.split(r"[<>=,]+", row.versions)[1])
 
 
 def published_note(signs: Sequence[GpuSign], tags: Sequence[str], targets: Sequence[Target]) -> str:
     """Return the warning that `targets` have another accelerator version than the `tags` of the signs, or ""."""
     sign = next(
-        (sign for sign in signs if sign.tag in tags and sign.tag not in {two.accelerator for two in targets}), None
+        (
+            sign
+            for sign in signs
+            if sign.tag in tags
+            # builds for ROCm 7.2 run on 7.2.3
+            and not any(f"{sign.tag}.".startswith(f"{target.accelerator}.") for target in targets)
+        ),
+        None,
     )
     if sign is None:
         return ""

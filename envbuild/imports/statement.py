@@ -7,7 +7,7 @@ import functools
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ UNUSUAL_FILE = "not the usual name, so the import of its folder leaves it out: n
 INDEX = "the site decides which index serves a package: name it in pip's configuration, or in `indexes`"
 TOOL = "a setting of that tool, not a package"
 BOUND = (
-    "the target has this index; that the package comes from it alone is said in [indexes] of the recipe and the site"
+    "the target has this index beside the others; to take the package from it alone, name it in [indexes] of the recipe"
 )
 ENVIRONMENTS = "the features of `default` are carried, others with --extra FEATURE"
 OWN = "the project itself: name its extras with --extra; own code belongs to [project]"
@@ -273,6 +273,35 @@ def python_version(kept: Collection[Statement], given: Iterable[Statement], lose
     for statement in old:
         lose(statement, f"envbuild has Python {PYTHONS[0]} to {PYTHONS[-1]}: the recipe has {chosen}")
     return chosen
+
+
+def lose_contradicting(kept: Collection[Statement], lose: Lose) -> None:
+    """Lose requirements and pins that an earlier requirement of the same project contradicts: no version fits both."""
+    first: dict[str, list[tuple[Statement, SpecifierSet]]] = {}
+    overridden = {
+        normalise(re.split(r"[^\w.-]", statement.text)[0]) for statement in kept if statement.kind == "override"
+    }
+    of_kinds = [statement for kind in ("requirement", "pin") for statement in kept if statement.kind == kind]
+    for statement in of_kinds:
+        requirement = Requirement(statement.text)
+        project = normalise(requirement.name)
+        if project in overridden or requirement.url or (statement.kind == "requirement" and requirement.marker):
+            continue
+        specifier = SpecifierSet(re.sub(r"\+[^,;]*", "", str(requirement.specifier)))
+        others = first.setdefault(project, [])
+        other = next((other for other, known in others if contradict(known, specifier)), None)
+        if other is not None and other.place.rpartition(":")[0] != statement.place.rpartition(":")[0]:
+            lose(statement, f"contradicts {other.text} at {other.place}, which the recipe has")
+        elif statement.kind == "requirement":
+            others.append((statement, specifier))
+
+
+def minor_versions(kept: Iterable[Statement], python: str) -> Iterator[Statement]:
+    """Yield the statements with a patch release of Python: a recipe has the minor version."""
+    for statement in kept:
+        if statement.kind == "python" and re.search(rf"(?:[=~>]=|>)\s*{re.escape(python)}\.[1-9]", statement.text):
+            text, reason = f"python {statement.text}", f"the recipe has the minor version: {python}"
+            yield replace(statement, text=text, reason=reason)
 
 
 def pythons() -> list[str]:

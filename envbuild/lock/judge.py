@@ -7,7 +7,7 @@ compat/judge.py checks the links of a stack: driver, CUDA, torch, NCCL and netwo
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from envbuild.base.errors import LockError
@@ -80,8 +80,12 @@ def _lines(findings: list[CompatFinding]) -> str:
     return "".join(f"\n  {finding.subject}: {finding.text}\n    fix: {finding.fix}" for finding in findings)
 
 
-def check_accelerator(target: Target, packages: Iterable[LockedPackage], source: str) -> None:
+def check_accelerator(
+    target: Target, packages: Iterable[LockedPackage], source: str, indexes: Collection[str] = ()
+) -> None:
     """Raise LockError when the torch build in `packages` does not match `target`'s accelerator.
+
+    The hint names PyTorch's index unless it is among the target's `indexes`.
 
     The wheel's local version identifies the build (`+cpu`, `+cu126`, as on download.pytorch.org), or, on the default
     index, where builds have no local version, the CUDA packages that it depends on.
@@ -97,16 +101,15 @@ def check_accelerator(target: Target, packages: Iterable[LockedPackage], source:
     # Local versions `+cu126`, `+rocm6.4`, and `+xpu`, for which envbuild has no targets.
     named = local.startswith(("xpu", *(accelerator.usual[0].rstrip(".0123456789") for accelerator in families)))
     if not family.gpu:
-        if gpu or named:
+        if named or (gpu and not local.startswith("cpu")):  # another package may need the GPU's wheels
             more = f" and brings {len(gpu)} GPU packages ({', '.join(gpu[:4])}{', …' if len(gpu) > 4 else ''})"
             raise LockError(
                 f"{source}: target {target.name} is for CPUs, but {torch} is a GPU build{more if gpu else ''}",
-                f"pin torch==VERSION+cpu in the target and name the index {torch_index('cpu')} there (on {target.arch},"
+                f"pin torch==VERSION+cpu in the target{_index_hint(target, indexes)} (on {target.arch},"
                 " releases whose plain wheel is CPU-only also do; see docs/reference/recipe.md)",
             )
         return
-    index = torch_index(target.accelerator)
-    pin = f"pin torch==VERSION+{target.accelerator} in {target.table} and name the index {index} there"
+    pin = f"pin torch==VERSION+{target.accelerator} in {target.table}{_index_hint(target, indexes)}"
     if not gpu and not named:
         raise LockError(f"{source}: target {target.name} needs {family.title}, but {torch} is a CPU-only build", pin)
     # torch's wheel on the default index pins the runtime: 12.6.77 is that of cu126.
@@ -120,6 +123,11 @@ def check_accelerator(target: Target, packages: Iterable[LockedPackage], source:
             f"{family.title if same else 'accelerator'}{f' ({tag})' if tag else ''}",
             pin + (f", or make it a target of {tag}" if tag else ""),
         )
+
+
+def _index_hint(target: Target, indexes: Collection[str]) -> str:
+    index = torch_index(target.accelerator)
+    return "" if index in {url.rstrip("/") for url in indexes} else f" and name the index {index} there"
 
 
 # AMD's wheels of torch for several GPUs have no code for any: each extra [device-GPU] brings a wheel with it. Source:

@@ -54,6 +54,11 @@ from envbuild.recipe.targets import Target
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
+_UNREACHED = (
+    "run `envbuild lock` where the index in the note is reached, or name a mirror of it in site.toml, and commit the"
+    " lock: it holds everywhere"
+)
+
 
 def resolve_recipe(
     recipe: LoadedRecipe, target: Target, environment: Environment, keep: Lock | None, offline: bool, as_of: str = ""
@@ -84,12 +89,15 @@ def resolve(
     stubs: Path | None = None,
     keep: Lock | None = None,
     offline: bool = False,
+    bounds: Sequence[str] = (),
 ) -> Resolved[Lock]:
     """Resolve `requirements` for `target` of `recipe`; versions pinned in `keep` are preferred while they fit.
 
     `digest` is the recipe_digest of the new lock. Files that are newer than `ages` allows are left out. `overrides`
     replace the requirements of packages. `provided` maps distributions that another installer provides to their
     versions; `stubs` is the folder with stub wheels for them. They take part in the resolution but are not in the lock.
+    `bounds` are further constraints. If torch is of another accelerator, the recipe is resolved again with the newest
+    build for the target as torch's limit: an index with a newer torch, such as PyPI, must not hide it.
     Raises LockError with uv's explanation when no packages satisfy the requirements, when a package has no fitting
     wheel with a sha256, or when the result is for another accelerator than the target's.
     """
@@ -101,7 +109,7 @@ def resolve(
     lines_of = applicable(requirements, python, platform)  # a requirement with another marker binds nothing
     bound, limits = bound_indexes(recipe, lines_of, environment, offline), index_limits(ages, environment)
     offers = Offers(environment, indexes, offline, bound=bound, ages=ages, limits=limits)
-    constraints = [*recipe.recipe.constraints, *(f"{name}=={version}" for name, version in provided.items())]
+    constraints = [*recipe.recipe.constraints, *bounds, *(f"{name}=={version}" for name, version in provided.items())]
     # To keep versions, every package is pinned, then preferred. Preferences alone would suffice, but uv 0.13 takes a
     # preferred version from the first index that has it, even when only another index has a wheel of it that fits.
     ways: list[tuple[Lock | None, list[str], tuple[LockedPackage, ...]]] = [(None, [], ())]
@@ -154,7 +162,34 @@ def resolve(
         )
         notes += ambiguous_names(of_indexes, offers)
         notes += age_notes(offers, {package.name: package.version for package in of_indexes})
-    check_accelerator(target, packages, str(recipe.path))
+    try:
+        check_accelerator(target, packages, str(recipe.path), table.indexes)
+    except LockError as error:
+        lower = () if bounds else own_limits(target, offers, lines_of, python, platform)
+        reasons = [f"note: {reason}; it was left out" for reason in unreached]
+        if lower:
+            try:
+                return resolve(
+                    recipe,
+                    target,
+                    environment,
+                    requirements,
+                    digest,
+                    ages=ages,
+                    overrides=overrides,
+                    provided=provided,
+                    stubs=stubs,
+                    keep=keep,
+                    offline=offline,
+                    bounds=lower,
+                )
+            except LockError as second:
+                reasons.append(f"with {lower[0]}, the newest build for it in the indexes: {second.message}")
+        lines = "".join(f"\n  {reason}" for reason in reasons)
+        raise LockError(error.message + lines, _UNREACHED if unreached else error.hint) from None
+    if bounds:
+        reason = "newer releases in the indexes have no build for its accelerator"
+        notes.append(f"note: {target.name}: {bounds[0]}: {reason}")
     locked = {*(package.name for package in every), *provided}
     for override in recipe.recipe.overrides:
         if requirement_parts(override)[0] not in locked:
@@ -173,6 +208,22 @@ def resolve(
     )
     summary = f"{len(packages)} packages" + (f", {len(built)} to build from source" if built else "")
     return Resolved(lock, summary, sources.published(pylock), notes, ages.notes())
+
+
+def own_limits(
+    target: Target, offers: Offers, lines_of: Mapping[str, Sequence[Requirement]], python: str, platform: str
+) -> tuple[str, ...]:
+    """Return constraints on torch: the newest release in the indexes with a build for `target`; () if none fits.
+
+    torchaudio has torch's version number, and its newer releases do not require the torch that they need.
+    """
+    allowed = allowed_releases(offers.releases(["torch"])["torch"], lines_of.get("torch", ()), python)
+    own = [
+        release.version
+        for release in allowed
+        if release.version.local == target.accelerator and release.fits(python, platform)
+    ]
+    return tuple(f"{name}<={max(own).public}" for name in ("torch", "torchaudio")) if own else ()
 
 
 def _too_new(

@@ -58,7 +58,8 @@ def test_json_lists_everything(folder: Path) -> None:
     said = json.loads(run("lab", "--from", "requirements.txt", "--json").stdout)
     assert said["path"] == "recipes/lab/recipe.toml" and said["next"][1] == "envbuild lock lab"
     assert [one["text"] for one in said["carried"]] == ["torch==2.7.1", "numpy"]
-    (left,) = said["not_carried"]
+    left, build = said["not_carried"]
+    assert "local version of its target's build: torch==2.7.1+" in build["reason"]
     assert left["place"] == "requirements.txt:3" and left["text"] == "-e ." and "[project]" in left["reason"]
 
 
@@ -146,7 +147,7 @@ def test_a_venv_is_read_without_its_python(tmp_path: Path) -> None:
     assert recipe.constraints == ("numpy==2.2.6", "torch==2.7.1")
     (name,) = recipe.targets
     assert name.startswith("cu126-") and recipe.targets[name].requirements == ("torch==2.7.1+cu126",)
-    assert [one.text for one in draft.lost] == ["own @ file:///home/me/own"]
+    assert [one.text for one in draft.lost] == ["own @ file:///home/me/own", "torch==2.7.1"]
 
 
 def test_a_conda_environment(tmp_path: Path) -> None:

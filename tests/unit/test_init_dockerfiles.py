@@ -314,3 +314,17 @@ def test_triton_of_an_index_that_is_left_out_is_no_requirement(tmp_path: Path) -
     (tmp_path / "needs.txt").write_text("pytorch-triton-xpu==3.3.0\nattrs\n")
     draft = compose("x", list(read_source(tmp_path / "needs.txt")))
     assert draft.data["requirements"] == ["attrs"] and "Intel XPU" in draft.warning
+
+
+def test_values_of_condas_options_are_no_packages(tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text(
+        "FROM pytorch/pytorch:2.2.0-cuda12.1-cudnn8-runtime\n"
+        "RUN conda install -n base --revision 0 -y && conda install --rev 3 --clone x -cnvidia --strange 7 -qy"
+        " --repodata-fn=a.json pytorch pytorch-cuda=12.1\n"
+    )
+    draft, _ = draft_of(tmp_path / "Dockerfile", target=None)
+    assert draft.data["conda"]["dependencies"] == ["pytorch", "pytorch-cuda=12.1"]
+    assert draft.data["conda"]["channels"] == ["nvidia"] and "requirements" not in draft.data["conda"]
+    lost = {line.text: line.reason for line in draft.lost}
+    assert {"--revision 0", "--rev 3", "--clone x", "--strange 7", "torch==2.2.0"} <= {*lost}
+    assert "does not know" in lost["--strange 7"]

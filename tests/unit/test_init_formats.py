@@ -53,6 +53,7 @@ def test_requirements(tmp_path: Path) -> None:
     assert places == {
         "5": "https://user:****@pypi.example/simple",
         "7": f"--hash=sha256:{'0' * 64}",
+        "10": "torch==2.7.1",
         "13": "-e .",
         "14": "./wheel.whl",
         "15": "missing @ https://host.example/m.whl",

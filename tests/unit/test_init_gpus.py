@@ -577,3 +577,44 @@ def test_packages_that_only_an_accelerators_own_index_has_are_left_out(tmp_path:
     assert [one.text for one in draft.lost] == [name]
     _, recipe = imported(tmp_path, "requirements.txt", "torch-npu==2.6.0\n", target=None)
     assert recipe.requirements == ("torch-npu==2.6.0",)
+
+
+@pytest.mark.parametrize(
+    ("index", "pin", "carried", "reason"),
+    [
+        ("cu121", "torch==2.7.1", "torch==2.7.1", "no build of it for CUDA 12.1"),
+        ("rocm7.2", "torch==2.2.0", "torch==2.2.0", "no build of it for ROCm 7.2"),
+        ("cu113", "torch==1.13.1", "torch==1.13.1", "no build of it for CUDA 11.3"),
+        ("cu126", "torch==2.7.1", "torch==2.7.1+cu126", "target's build: torch==2.7.1+cu126"),
+        ("rocm6.2", "torch==2.5.1", "torch==2.5.1+rocm6.2", "target's build: torch==2.5.1+rocm6.2"),
+    ],
+)
+def test_a_local_version_that_does_not_exist_is_not_added(
+    tmp_path: Path, index: str, pin: str, carried: str, reason: str
+) -> None:
+    text = f"--index-url https://download.pytorch.org/whl/{index}\n{pin}\n"
+    draft, recipe = imported(tmp_path, "requirements.txt", text, target=f"{index}-x86_64")
+    assert recipe.targets[f"{index}-x86_64"].requirements == (carried,)
+    assert [line.text for line in draft.lost if reason in line.reason] == [pin]
+
+
+def test_a_patch_release_of_rocm_is_no_warning(tmp_path: Path) -> None:
+    draft, _ = imported(tmp_path, "Dockerfile", "FROM rocm/dev-ubuntu-22.04:rocm7.2.3\nRUN pip install torch\n")
+    assert not draft.warning and [*draft.data["targets"]] == ["rocm7.2-x86_64"]
+
+
+@pytest.mark.parametrize("name", ["requirements-rocm.txt", "rocm.in"])
+def test_a_file_named_for_rocm_is_a_sign(tmp_path: Path, name: str) -> None:
+    assert f"file name: {name} (ROCm)" in imported(tmp_path, name, "numpy\n")[0].warning
+
+
+def test_a_pyproject_with_a_name_is_read(tmp_path: Path) -> None:
+    text = '[project]\nname = "a"\nrequires-python = "==3.12.9"\ndependencies = ["numpy>=2"]\n'
+    draft, recipe = imported(tmp_path, "pyproject.gpu.toml", text)
+    assert recipe.requirements == ("numpy>=2",) and recipe.python == "3.12"
+    assert "the recipe has the minor version: 3.12" in [line.reason for line in draft.lost]
+
+
+def test_builds_of_pytorchs_channel_bring_the_channel(tmp_path: Path) -> None:
+    text = "dependencies: [pytorch=1.10.0=py3.9_cuda11.3_cudnn8.2.0_0, numpy]\n"
+    assert imported(tmp_path, "environment.yml", text)[0].data["conda"]["channels"] == ["pytorch", "conda-forge"]

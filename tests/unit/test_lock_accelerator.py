@@ -33,6 +33,7 @@ def packages(*pins: str) -> list[LockedPackage]:
     ("target", "pins"),
     [
         ("cpu-x86_64", ["torch==2.13.0+cpu", "numpy==2.2.6"]),
+        ("cpu-x86_64", ["torch==2.13.0+cpu", "triton==3.5"]),
         ("cpu-aarch64", ["torch==2.10.0"]),
         ("cpu-aarch64", ["numpy==2.2.6"]),
         ("cu126-x86_64", ["torch==2.7.1", "nvidia-nccl-cu12==2.26.2"]),
@@ -233,3 +234,11 @@ def test_torch_that_is_split_by_gpu_has_the_code_for_the_targets(
         check_devices(loaded, Target.parse(ROCM), lock)
     extras = "device-gfx90a,device-gfx942" if gpus else "device-all"
     assert caught.value.hint == f'write torch[{extras}] in `requirements` of [targets."{ROCM}"]'
+
+
+def test_a_hint_does_not_name_an_index_that_the_target_has() -> None:
+    target, torch = Target.parse("cu124-x86_64"), packages("torch==2.15.0+cu132")
+    for indexes, said in ((), True), (("https://download.pytorch.org/whl/cu124/",), False):
+        with pytest.raises(LockError) as caught:
+            check_accelerator(target, torch, "r", indexes)
+        assert ("name the index" in (caught.value.hint or "")) is said
