@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from envbuild.base.masking import is_secret, masked_text
 from envbuild.base.text import normalise
 from envbuild.base.toml import nearest
-from envbuild.imports.conda_files import default_channels
+from envbuild.imports.conda_files import default_channels, torch_of_images
 from envbuild.imports.signs import (
     ELSEWHERE,
     elsewhere_note,
@@ -173,12 +173,8 @@ def compose(
         if statement.kind in _REQUIREMENTS and _project(statement) == "torch"
     ]
     is_conda = any(statement.kind in _CONDA for statement in kept)
-    images = {statement.place for statement in given if statement.text.startswith("FROM ")}
-    if any(re.match(r"(?:\S+::)?pytorch(?![\w.-])", statement.text) for statement in kept if statement.kind in _CONDA):
-        for statement in [
-            statement for statement in kept if statement.place in images and _project(statement) == "torch"
-        ]:
-            lose(statement, "torch of the base image: the recipe has conda's pytorch")
+    for statement in torch_of_images(kept, given):
+        lose(statement, "torch of the base image: the recipe has conda's pytorch")
     signed = tags_of(signs, torch, arches[0])
     # conda's channels have other builds than PyTorch's indexes
     chosen_tags = signed if is_conda else [published(tag, torch, arches[0]) for tag in signed]

@@ -436,3 +436,11 @@ def default_channels(specs: Iterable[str]) -> list[str]:
     """Return the channels for specs whose sources name none: builds such as py3.8_cuda11.3_cudnn8 are PyTorch's own."""
     is_of_pytorch = any(re.search(r"py3\.\d+_(?:cuda[\d.]+_cudnn|cpu_)", spec) for spec in specs)
     return ["pytorch", "conda-forge"] if is_of_pytorch else ["conda-forge"]
+
+
+def torch_of_images(kept: Iterable[Statement], given: Iterable[Statement]) -> list[Statement]:
+    """Return the requirements of torch that come from a FROM of `given`, if `kept` has conda's pytorch, too."""
+    kept, images = list(kept), {statement.place for statement in given if statement.text.startswith("FROM ")}
+    if not any(re.match(r"(?:\S+::)?pytorch(?![\w.-])", line.text) for line in kept if line.kind == "conda"):
+        return []
+    return [line for line in kept if line.kind == "requirement" and line.place in images]

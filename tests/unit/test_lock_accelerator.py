@@ -11,13 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lab.wheels import make_recipe, make_wheel
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from envbuild.base.errors import BuildError, LockError
 from envbuild.layers.wheel import WheelFile
 from envbuild.layers.wheels import check_wheels, wheel_arch
 from envbuild.lock.format import Lock
 from envbuild.lock.judge import check_accelerator, check_devices
-from envbuild.lock.resolve import check_override, nccl_override
+from envbuild.lock.resolve import check_override, nccl_override, own_limits
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import ARCHES, Target, torch_builds
@@ -242,3 +244,24 @@ def test_a_hint_does_not_name_an_index_that_the_target_has() -> None:
         with pytest.raises(LockError) as caught:
             check_accelerator(target, torch, "r", indexes)
         assert ("name the index" in (caught.value.hint or "")) is said
+
+
+@pytest.mark.parametrize(
+    ("target", "line", "limits"),
+    [
+        ("cu124-x86_64", "torch", ("torch<=2.6.0", "torchaudio<=2.6.0")),
+        ("cu124-x86_64", "torch<2.6", ("torch<=2.5.1", "torchaudio<=2.5.1")),
+        ("cu124-x86_64", "torch>=2.7", ()),
+        ("cpu-x86_64", "torch", ("torch<=2.13.0", "torchaudio<=2.13.0")),
+        ("rocm6.4-x86_64", "torch", ()),
+    ],
+)
+def test_the_newest_build_for_the_target_limits_torch(target: str, line: str, limits: tuple[str, ...]) -> None:
+    versions = ("2.5.1+cu124", "2.6.0+cu124", "2.7.0+cu126", "2.13.0+cpu", "2.15.0")
+    releases = [
+        SimpleNamespace(version=Version(version), accepts=lambda python: True, fits=lambda python, platform: True)
+        for version in versions
+    ]
+    offers: Any = SimpleNamespace(releases=lambda names: {"torch": releases})
+    lines = {"torch": [Requirement(line)]}
+    assert own_limits(Target.parse(target), offers, lines, "3.11", "x86_64-manylinux_2_28") == limits
