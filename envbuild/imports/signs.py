@@ -80,7 +80,9 @@ class GpuSign:
 
     @property
     def title(self) -> str:
-        """The family and its version: CUDA 12.6."""
+        """The family and its version: CUDA 12.6. An extra called gpu is for any GPU."""
+        if self.any_gpu and not self.name:
+            return "GPUs"
         return f"{ACCELERATORS[self.family].title if self.known else self.family} {self.version}".strip()
 
     @property
@@ -429,7 +431,8 @@ def _group_sign(statement: Statement, groups: Collection[str] | None) -> GpuSign
         if match:
             accelerator = accelerator_of(match[1] or "") or ACCELERATORS["rocm" if match[2] else "cuda"]
             version = (match[1] and accelerator.version(match[1])) or ""
-            return GpuSign(replace(statement, group=name), accelerator.name, version, True)
+            is_general = "gpu" in match[0] and not version  # the GPUs of any vendor
+            return GpuSign(replace(statement, group=name), accelerator.name, version, True, any_gpu=is_general)
     return None
 
 

@@ -618,3 +618,9 @@ def test_a_pyproject_with_a_name_is_read(tmp_path: Path) -> None:
 def test_builds_of_pytorchs_channel_bring_the_channel(tmp_path: Path) -> None:
     text = "dependencies: [pytorch=1.10.0=py3.9_cuda11.3_cudnn8.2.0_0, numpy]\n"
     assert imported(tmp_path, "environment.yml", text)[0].data["conda"]["channels"] == ["pytorch", "conda-forge"]
+
+
+def test_an_extra_called_gpu_is_not_for_cuda_alone(tmp_path: Path) -> None:
+    text = '[project]\nname = "a"\ndependencies = ["rich"]\n[project.optional-dependencies]\ngpu = ["omnivoice"]\n'
+    warning = imported(tmp_path, "pyproject.toml", text, target=None)[0].warning
+    assert "omnivoice (GPUs)" in warning and "CUDA" not in warning
