@@ -186,7 +186,7 @@ def resolve(
             except LockError as second:
                 reasons.append(f"with {lower[0]}, the newest build for it in the indexes: {second.message}")
         lines = "".join(f"\n  {reason}" for reason in reasons)
-        raise LockError(error.message + lines, _UNREACHED if unreached else error.hint) from None
+        raise LockError(error.message + lines, f"{_UNREACHED}; or {error.hint}" if unreached else error.hint) from None
     if bounds:
         reason = "newer releases in the indexes have no build for its accelerator"
         notes.append(f"note: {target.name}: {bounds[0]}: {reason}")
