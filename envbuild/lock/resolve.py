@@ -162,9 +162,12 @@ def resolve(
         )
         notes += ambiguous_names(of_indexes, offers)
         notes += age_notes(offers, {package.name: package.version for package in of_indexes})
+    refusal: LockError | None = None
     try:
         check_accelerator(target, packages, str(recipe.path), table.indexes)
     except LockError as error:
+        refusal = error
+    if refusal is not None:  # outside of the handler: a failed request is described by the exceptions in its context
         lower = () if bounds else own_limits(target, offers, lines_of, python, platform)
         reasons = [f"note: {reason}; it was left out" for reason in unreached]
         if lower:
@@ -186,7 +189,7 @@ def resolve(
             except LockError as second:
                 reasons.append(f"with {lower[0]}, the newest build for it in the indexes: {second.message}")
         lines = "".join(f"\n  {reason}" for reason in reasons)
-        raise LockError(error.message + lines, f"{_UNREACHED}; or {error.hint}" if unreached else error.hint) from None
+        raise LockError(refusal.message + lines, f"{_UNREACHED}; or {refusal.hint}" if unreached else refusal.hint)
     if bounds:
         reason = "newer releases in the indexes have no build for its accelerator"
         notes.append(f"note: {target.name}: {bounds[0]}: {reason}")
