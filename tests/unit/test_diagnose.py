@@ -820,6 +820,12 @@ _QUOTED = "[rank0]: Last error:"
         ),
         (["=   KILLED BY SIGNAL: 9 (Killed)"], "worker-killed"),
         (["YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)"], "worker-killed"),
+        (["=   EXIT CODE: 9"], "worker-killed"),
+        (["=   EXIT CODE: 137"], "worker-killed"),
+        (["=   EXIT CODE: 134"], "worker-crashed"),
+        (["step 7", "killed"], "worker-killed"),
+        (["**Killed**"], "worker-killed"),
+        (["  what():  Error (gpu_run-drv.cpp:12): system not yet initialized"], "fabric-manager"),
         (
             ["mpirun was unable to find the specified executable file, and therefore did not launch the job."],
             "mpi-program",
@@ -3457,6 +3463,82 @@ def test_the_exception_in_a_group_comes_first() -> None:
 def test_a_wider_reading_of_a_line_is_no_second_cause(lines: list[str], causes: list[str]) -> None:
     found = diagnose([("log", lines)], load_rules()).findings
     assert [one.id for one in found if one.kind == "cause"] == causes
+
+
+_HYDRA_ENDED = ["=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES", "=   EXIT CODE: 139"]
+_HYDRA_CLEANS_UP = [
+    "[proxy:0:1@n2] HYD_pmcd_pmip_control_cmd_cb (pmip_cb.c:8): assert (!closed) failed",
+    "[proxy:0:1@n2] HYDT_dmxu_poll_wait_for_event (demux_poll.c:7): callback returned error status",
+    "[mpiexec@n1] HYDT_bscu_wait_for_completion (bscu_wait.c:5): one of the processes terminated badly; aborting",
+    "[mpiexec@n1] HYD_pmci_wait_for_completion (pmiserv_pmci.c:5): launcher returned error waiting for completion",
+]
+
+
+@pytest.mark.parametrize(
+    ("lines", "ids"),
+    [
+        ([*_HYDRA_ENDED, *_HYDRA_CLEANS_UP], ["worker-crashed", "rank-failed"]),
+        ([*_HYDRA_CLEANS_UP, *_HYDRA_ENDED], ["worker-crashed", "rank-failed"]),
+        (_HYDRA_CLEANS_UP, []),
+        (
+            [*_HYDRA_ENDED, "[mpiexec@n1] control_cb (pmiserv_cb.c:2): connection to proxy 1 at host n2 failed"],
+            ["worker-crashed", "rank-failed"],
+        ),
+        (
+            ["[mpiexec@n1] control_cb (pmiserv_cb.c:2): connection to proxy 1 at host n2 failed"],
+            ["mpi-hydra", "mpi-daemon"],
+        ),
+        (
+            [
+                "mpirun noticed that process rank 1 with PID 7 on node n2 exited on signal 11 (Segmentation fault).",
+                "[n1:7] [[5,0],0] ORTE_ERROR_LOG: Not found in file orted_submit.c at line 5",
+                "ORTE has lost communication with a remote daemon.",
+            ],
+            ["worker-crashed"],
+        ),
+        (
+            [
+                "srun: error: n1: task 0: Exited with exit code 1",
+                "ORTE was unable to reliably start one or more daemons.",
+            ],
+            ["mpi-daemon", "rank-failed"],
+        ),
+        (
+            [
+                "srun: error: n2: task 3: Segmentation fault",
+                "slurmstepd: error: mpi/pmix_v3: pmixp_p2p_send: n1: cannot send message, exceeded the retry limit",
+            ],
+            ["worker-crashed"],
+        ),
+        (
+            [
+                "ERROR:  One or more process (first noticed rank 1) terminated with signal 11",
+                "Error: Remote JSM server is not responding on host b1",
+            ],
+            [],
+        ),
+        (
+            [
+                "Installed CUDA version 11.1 does not match the version torch was compiled with 11.7 but since the APIs"
+                " are compatible, accepting this combination"
+            ],
+            [],
+        ),
+    ],
+)
+def test_clean_up_after_another_end_is_no_reason(lines: list[str], ids: list[str]) -> None:
+    assert told(*lines) == ids
+
+
+def test_the_guess_of_ray_is_told() -> None:
+    line = "The actor is dead because its worker process has died. The worker may have exceeded K8s pod memory limits."
+    (found,) = diagnose([("log", [line])], load_rules()).findings
+    assert found.cause == "a process of Ray ended: Ray says that it may have exceeded K8s pod memory limits"
+
+
+def test_an_error_rate_is_no_line_of_an_error() -> None:
+    lines = ["Epoch 3 Top1 error: 98.2500 Top5 error: 91.0000 time: 2.3 s", "error: 7 of 8 shards"]
+    assert [one.line for one in diagnose([("log", lines)], load_rules()).last] == [2]
 
 
 def test_the_relayed_exception_is_shown_with_a_trace_that_was_cut() -> None:

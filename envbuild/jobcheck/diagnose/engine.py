@@ -64,7 +64,7 @@ _GROUP = re.compile(r"\{(\w+)\}")
 # Colours, moves of the cursor and the like. Source: ECMA-48, 5.4 "Control sequences".
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _FAILURES = ("Error", "error", "ERROR", "FATAL", "fatal", "Exception", "FAILED", "failed", "panic", "Killed", "killed")
-_FAILURE = re.compile(rf"\b(?:\w*Error|\w*Exception|{'|'.join(_FAILURES)})\b")
+_FAILURE = re.compile(rf"\b(?:\w*Error|\w*Exception|{'|'.join(_FAILURES)})\b(?!\W{{1,3}}\d+\.\d+(?:\s|$))")
 # torch's exception quotes what NCCL said in the next line (ProcessGroupNCCL, getNcclErrorDetailStr).
 _LAST_ERROR = "Last error:"
 _FINISHED = "worker group successfully finished"
