@@ -36,8 +36,12 @@ _BASES = (
 # Python in the tag of another base, and in the paths of its packages.
 _TAG_PYTHON = re.compile(r"(?<![A-Za-z0-9])py(?:thon)?-?3\.?(\d{1,2})(?![\d])")
 _PATH_PYTHON = re.compile(r"/(?:usr/local|usr|opt/conda|opt/venv)/lib/python3\.(\d+)/(?:dist|site)-packages")
-# $NAME, ${NAME}, ${NAME:-default} and ${NAME:+alternative}; a backslash keeps the dollar.
-_VARIABLE = re.compile(r"(?<!\\)\$(?:(\w+)|\{(\w+)(?::?([-+])([^{}$]*))?\})")
+# $NAME, ${NAME}, ${NAME:-default} and ${NAME:+alternative}, whose words may have more; a backslash keeps the dollar.
+_INNER = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"
+_VARIABLE = re.compile(rf"(?<!\\)\$(?:(\w+)|\{{(\w+)(?:(:?[-+])({_INNER}))?\}})")
+# Parts of a command in which blanks do not divide words.
+_QUOTED = re.compile(rf"\\.|'[^']*'|\"(?:\\.|[^\"\\])*\"|\$\{{{_INNER}\}}", re.DOTALL)
+_QUOTED_DOLLAR, _LITERAL_DOLLAR, _BLANK = "\x03", "\x05", "\x04"  # marks in words, until variables are expanded
 _HEREDOC = re.compile(r"<<-?\s*[\"']?([A-Za-z_]\w*)[\"']?")
 # A command in an environment of conda.
 _RUN_IN = r"(?:(?:\S*/)?(?:conda|mamba|micromamba) run (?:(?:-n|-p|--name|--prefix)[ =]\S+ |-\S+ )*)?"
@@ -204,10 +208,11 @@ def _replaced(text: str, variables: Mapping[str, str]) -> str:
     """Return `text` with known variables expanded; unknown variables are left unexpanded."""
 
     def value(match: re.Match[str]) -> str:
-        name, sign = match[1] or match[2], match[3]
-        if sign == "+":
-            return match[4] if variables.get(name) else ""
-        return variables.get(name) or (match[4] if sign == "-" else variables.get(name, match[0]))
+        name, sign = match[1] or match[2], match[3] or ""
+        is_given = bool(variables.get(name)) if sign.startswith(":") else name in variables
+        if sign.endswith("+"):
+            return _replaced(match[4], variables) if is_given else ""
+        return variables[name] if is_given else _replaced(match[4], variables) if sign else match[0]
 
     return _VARIABLE.sub(value, text)
 
@@ -258,7 +263,7 @@ def _values(text: str, variables: Mapping[str, str]) -> dict[str, str]:
 def _base(image: str, place: str) -> Iterator[Statement]:
     match = next((known for pattern in _BASES if (known := pattern.fullmatch(image))), None)
     about = match.groupdict() if match else {}
-    tag = image.rpartition(":")[2] if ":" in image else ""
+    tag = image.partition("@")[0].rpartition(":")[2] if ":" in image else ""
     if "python" not in about and (python := _TAG_PYTHON.search(tag)):
         yield Statement("python", f"==3.{python[1]}.*", place)
     if "python" in about:
@@ -381,27 +386,27 @@ def _run(text: str, place: str, stage: _Stage, folder: Path) -> Iterator[Stateme
     body = text[len(options[0]) if options else 0 :].replace(f"\n{_END}", "")
     body = _HEREDOC.sub("", body, count=1) if "\n" in body else body
     commands: list[list[str]] = [[]]
+    held: list[str] = []
     try:
         if body.startswith("["):
-            commands = [[str(item) for item in parse_json(body)]]
+            commands = [[str(item).replace("$", _QUOTED_DOLLAR) for item in parse_json(body)]]
         else:
             lines, comment = body.replace("\\\n", " ").replace("\n", f" {_NEWLINE} "), False
-            held: list[str] = []
             while (whole := _SUBSTITUTION.sub(lambda match: _held(match[0], held), lines)) != lines:
                 lines = whole
-            lexer = shlex.shlex(lines, posix=True, punctuation_chars=";&|<>()")
+            lexer = shlex.shlex(_QUOTED.sub(_marked, lines), posix=True, punctuation_chars=";&|<>()")
             lexer.whitespace_split, lexer.commenters = True, ""  # a # inside a word, as in a URL, is no comment
             for word in lexer:
                 comment = word != _NEWLINE and (comment or word.startswith("#"))
                 if comment:
                     continue
-                commands.append([]) if re.fullmatch(r"[;&|()]+", word) else commands[-1].append(_freed(word, held))
+                commands.append([]) if re.fullmatch(r"[;&|()]+", word) else commands[-1].append(word)
     except (ValueError, TypeError):
         yield lost(text.replace(_END, ""), place, _SHELL)
         return
     workdir, variables, shell = stage.workdir, dict(stage.variables), _Branches()
     for given in filter(None, commands):
-        words = shell.enter([_replaced(word, variables) for word in given])
+        words = shell.enter([part for word in given for part in _expanded(word, variables, held, given[0] in _TESTS)])
         if not words or shell.reason == NOT_TAKEN:
             if words:
                 yield lost(" ".join(words), place, shell.reason)
@@ -428,7 +433,9 @@ def _command(words: list[str], start: int, place: str, stage: _Stage, find: Find
     """Yield the statements of one shell command; the name of its program is word number `start`."""
     line = " ".join(words[start:])
     stage.made += [stage.path(path) for path in _MAKES.findall(line)]
-    matches = {kind: match for kind, pattern in _INSTALL.items() if (match := pattern.match(line))}
+    # A program whose name has blanks, as of a quoted variable, is none of these.
+    patterns = {} if " " in words[start] else _INSTALL
+    matches = {kind: match for kind, pattern in patterns.items() if (match := pattern.match(line))}
     kind, options_found = next(iter(matches.items()), ("", None))
     if not options_found:
         if python := _CHOSEN_PYTHON.match(line):
@@ -489,6 +496,28 @@ def _freed(word: str, held: list[str]) -> str:
     while (whole := re.sub("\x01(\\d+)\x01", lambda match: held[int(match[1])], word)) != word:
         word = whole
     return word
+
+
+_TESTS = ("if", "elif", "[", "test")
+
+
+def _marked(match: re.Match[str]) -> str:
+    """Mark the dollars between quotes, and the blanks in the word of an unquoted ${NAME:-word}."""
+    if match[0].startswith("$"):
+        return re.sub(r"\s+", _BLANK, match[0])
+    return match[0].replace("$", _QUOTED_DOLLAR)
+
+
+def _expanded(word: str, variables: Mapping[str, str], held: list[str], is_test: bool) -> list[str]:
+    """Return the words of the shell for `word`: it splits values of unquoted variables, and drops empty ones."""
+    is_assignment = re.match(r"[A-Za-z_]\w*=", word)
+    blank = " " if is_assignment else _BLANK
+    whole = _replaced(word, {name: re.sub(r"\s+", blank, value) for name, value in variables.items()})
+    whole = whole.replace("$", _LITERAL_DOLLAR).replace(_QUOTED_DOLLAR, "$")
+    whole = _replaced(whole, variables).replace(_LITERAL_DOLLAR, "$")
+    parts = [whole.replace(_BLANK, " ")] if is_assignment else [part for part in whole.split(_BLANK) if part]
+    whole_parts = [_replaced(_freed(part, held), variables) if "\x01" in part else part for part in parts]
+    return whole_parts or ([""] if is_test or "$" not in word else [])
 
 
 @dataclass(slots=True)

@@ -328,3 +328,72 @@ def test_values_of_condas_options_are_no_packages(tmp_path: Path) -> None:
     lost = {line.text: line.reason for line in draft.lost}
     assert {"--revision 0", "--rev 3", "--clone x", "--strange 7", "torch==2.2.0"} <= {*lost}
     assert "does not know" in lost["--strange 7"]
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        'RUN P=pip && $P install "numpy>=1" scipy six',
+        'RUN P="python -m pip" && $P install numpy\\>=1 scipy six',
+        'RUN P="pip install" && $P numpy\\>=1 scipy six',
+        'RUN P="python -m pip --no-cache-dir install --upgrade" && \\\n    $P --pre numpy\\>=1 scipy six',
+        'RUN P="python -m pip --no-cache-dir install --upgrade" && sudo A=1 $P "numpy>=1" scipy six',
+        'RUN export P="pip  install" && ${P} "numpy>=1" scipy six',
+        'ARG P="python -m pip install"\nRUN $P "numpy>=1" scipy six',
+        'ENV P="python -m pip install"\nRUN ${P} "numpy>=1" scipy six',
+        "ENV P pip install\nRUN ${P:-apt-get install} 'numpy>=1' scipy six",
+        'RUN ${P:-pip install} "numpy>=1" scipy six',
+        'ARG SUDO=\nRUN $SUDO pip install "numpy>=1" scipy six',
+        'ARG ALL="scipy six"\nRUN pip install "numpy>=1" $ALL',
+        'RUN P="pip install" && bash -c "$P \'numpy>=1\' scipy six"',
+    ],
+)
+def test_an_unquoted_variable_is_split_into_words(context: Path, before: str) -> None:
+    _, recipe = read(context, f"FROM python:3.11\n{before}\n")
+    assert recipe.requirements == ("numpy>=1", "scipy", "six")
+
+
+def test_a_quoted_variable_is_one_word(context: Path) -> None:
+    draft, recipe = read(context, 'FROM python:3.11\nRUN P="pip install" && "$P" numpy && pip install six\n')
+    assert recipe.requirements == ("six",)
+    assert "pip install numpy" in [item.text for item in draft.lost]
+
+
+@pytest.mark.parametrize(
+    ("given", "image"),
+    [
+        ("ARG ARCH=", "nvidia/cuda:11.2.1-base"),
+        ("ARG ARCH", "nvidia/cuda:11.2.1-base"),
+        ("ARG ARCH=ppc64le", "nvidia/cuda-ppc64le:11.2.1-base"),
+    ],
+)
+def test_variables_inside_of_alternatives_are_expanded(context: Path, given: str, image: str) -> None:
+    base = "nvidia/cuda${ARCH:+-$ARCH}:${CUDA:-${OLD:-10.0}}.1-base"
+    (context / "Dockerfile").write_text(f"{given}\nARG CUDA=11.2\nFROM {base}\nRUN pip install six\n")
+    assert any(image in statement.text for statement in read_source(context / "Dockerfile"))
+
+
+@pytest.mark.parametrize(
+    ("word", "result"),
+    [
+        ("${EMPTY-old}six", "six"),
+        ("${EMPTY:-old}", "old"),
+        ("${NONE-old}", "old"),
+        ("six${EMPTY:+==1.0}", "six"),
+        ("six${EMPTY+==1.0}", "six==1.0"),
+        ("six${V:+==$V}", "six==2.0"),
+        ("six==${NONE:-${V}}", "six==2.0"),
+        ("six==${NONE:-${EMPTY:-$V}}", "six==2.0"),
+    ],
+)
+def test_alternatives_are_those_of_the_shell(context: Path, word: str, result: str) -> None:
+    _, recipe = read(context, f"FROM python:3.11\nARG EMPTY=\nARG V=2.0\nRUN pip install {word}\n")
+    assert recipe.requirements == (result,)
+
+
+def test_the_tag_before_a_digest_tells_the_python(context: Path) -> None:
+    image = f"ghcr.io/astral-sh/uv:python3.12-bookworm@sha256:{'a' * 64}"
+    _, recipe = read(
+        context, f"FROM {image} AS builder\nRUN pip install six\nFROM {image} AS runner\nRUN pip install six\n"
+    )
+    assert recipe.python == "3.12"
