@@ -38,6 +38,7 @@ from envbuild.imports.statement import (
     Statement,
     always_on_linux,
     for_linux,
+    is_of_other_system,
     linux_places,
     lose_contradicting,
     minor_versions,
@@ -88,7 +89,7 @@ def _carried_as(statement: Statement) -> str:
 
 
 def _requirement_problem(text: str) -> str | None:
-    problem = checks.requirement_problem(text)
+    problem = OTHER_SYSTEM if is_of_other_system(text) else checks.requirement_problem(text)
     if re.search(r"@\s*file:", text):
         return f"{_OF_HOST}: copy it into the recipe's folder, name it `NAME @ ./FILE`"
     if problem is None and (reference := reference_of(text)) and reference.kind == "path":

@@ -128,7 +128,8 @@ def _portable(kind: str, text: str, place: str, platform: str, foreign: str) -> 
         cuda = re.search(r"cuda_?\d[\d.]*|cu\d{3}", exact[3])
         spec = f"{exact[1]}={exact[2]}" + (f"=*{cuda[0]}*" if cuda else "")
         yield conda_spec(kind, spec, place, platform=platform)
-        yield lost(text, place, f"exported on {foreign}: without the build, which Linux lacks, it is carried as {spec}")
+        known = "" if exact[1] == "python" else f", it is carried as {spec}"  # the recipe has a Python of its own
+        yield lost(text, place, f"exported on {foreign}: without the build, which Linux lacks{known}")
 
 
 def conda_spec(kind: str, text: str, place: str, group: str = "", platform: str = "") -> Statement:

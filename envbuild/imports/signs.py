@@ -269,6 +269,8 @@ def gpu_note(signs: Sequence[GpuSign], targets: Sequence[Target], tags: Sequence
     ]
     if not missing:
         return ""
+    if {gpu_sign.family for gpu_sign in missing if not gpu_sign.any_gpu} == {"rocm"}:  # builds of deepspeed for it, too
+        missing = [replace(gpu_sign, family="rocm") for gpu_sign in missing]
     missing.sort(
         key=lambda gpu_sign: (not gpu_sign.version, gpu_sign.known)
     )  # a package of CUDA tells less than a name

@@ -238,6 +238,17 @@ def recipe_name(text: str) -> str:
     return name if re.fullmatch(NAME_PATTERN, name) else "environment"
 
 
+# Packages and wheels that exist for macOS or Windows alone.
+_OF_OTHER_SYSTEM = re.compile(
+    r"(?:tensorflow[-_](?:macos|metal)|jax[-_]metal)(?![\w.-])|[\w.-]+(?:\[[^\]]*\])?\s*@\s*https?:\S+-(?:macosx_|win_|win32)[a-z0-9_]*\.whl(?![\w.])"
+)
+
+
+def is_of_other_system(text: str) -> bool:
+    """Return whether a requirement is a package or a wheel for another operating system than Linux."""
+    return _OF_OTHER_SYSTEM.match(text) is not None
+
+
 Lose = Callable[[Statement, str], None]
 # Pythons before those of envbuild.
 _OLD = ("2.7", *(f"3.{minor}" for minor in range(5, 9)))

@@ -497,3 +497,40 @@ def test_a_wheel_without_a_fragment_is_told_what_it_lacks(tmp_path: Path) -> Non
     (tmp_path / "requirements.txt").write_text("https://host.example/flash_attn-2.8.0-cp311-cp311-linux_x86_64.whl\n")
     (lost,) = draft_of(tmp_path / "requirements.txt")[0].lost
     assert lost.text.endswith(".whl") and "append #sha256=HEX" in lost.reason
+
+
+@pytest.mark.parametrize(
+    ("text", "is_foreign"),
+    [
+        ("tensorflow-macos==2.9", True),
+        ("tensorflow_metal", True),
+        ("six @ https://host.example/six-1.0-cp37-cp37m-macosx_10_13_x86_64.whl", True),
+        ("six @ https://host.example/six-1.0-cp311-cp311-win_amd64.whl", True),
+        ("six @ https://host.example/six-1.0-cp311-cp311-linux_x86_64.whl", False),
+        ("tensorflow-macos-tools", False),
+    ],
+)
+def test_packages_and_wheels_of_another_system_are_named_as_such(tmp_path: Path, text: str, is_foreign: bool) -> None:
+    (tmp_path / "requirements.txt").write_text(f"numpy\n{text}\n")
+    draft, _ = draft_of(tmp_path / "requirements.txt")
+    reasons = [item.reason for item in draft.lost if item.text == text]
+    assert any("another operating system" in reason for reason in reasons) is is_foreign
+
+
+def test_an_export_of_macos_does_not_contradict_the_python_of_the_recipe(tmp_path: Path) -> None:
+    text = "dependencies:\n- appnope=0.1.0=py38_1001\n- python=3.8.5=h26836e1_1\n- icu=58.2=h0a44026_3\n"
+    (tmp_path / "environment.yml").write_text(text)
+    draft, recipe = draft_of(tmp_path / "environment.yml")
+    reasons = [item.reason for item in draft.lost if "python" in item.text]
+    assert recipe.python == "3.9"
+    assert any("the recipe has 3.9" in reason for reason in reasons)
+    assert not any("carried as" in reason for reason in reasons)
+    assert any("carried as icu=58.2" in item.reason for item in draft.lost)
+
+
+def test_a_package_for_any_gpu_is_none_of_cuda_in_a_file_for_rocm(tmp_path: Path) -> None:
+    for name, is_rocm in (("requirements_rocm.txt", True), ("requirements.txt", False)):
+        (tmp_path / name).write_text("deepspeed\nsix\n")
+        draft, _ = draft_of(tmp_path / name)
+        assert ("CUDA" in draft.warning) is not is_rocm
+        assert ("--target, such as rocm" in draft.warning) is is_rocm
