@@ -1919,12 +1919,17 @@ def test_a_message_of_open_mpi_is_read_as_one_line(prefix: str) -> None:
 
 def test_what_is_between_two_messages_of_open_mpi_or_without_an_end_is_none() -> None:
     refusal = "The specified fork agent was not found: x"
-    assert told(_RULE, "a table", _RULE, refusal, _RULE, "another one", _RULE) == ["mpi-help"]
-    assert "fork agent" not in diagnose([("log", [_RULE, "a table", _RULE, refusal])], load_rules()).findings[0].cause
+    assert told(_RULE, "a table of slots", _RULE, refusal, _RULE, "another one", _RULE) == ["mpi-help"]
+    assert (
+        "fork agent"
+        not in diagnose([("log", [_RULE, "a table of slots", _RULE, refusal])], load_rules()).findings[0].cause
+    )
     assert told(_RULE, refusal) == []
     assert told(_RULE, refusal, *["a step"] * 60, _RULE) == []
     assert told(_RULE, _RULE, refusal, _RULE) == ["mpi-help"]
     assert told(_RULE, "WARNING: Open MPI will create a shared memory file", _RULE) == []
+    banner = ("distributed_backend=nccl", "All distributed processes registered. Starting with 6 processes")
+    assert told(_RULE, *banner, _RULE) == []  # of Lightning
 
 
 @pytest.mark.parametrize(
