@@ -68,7 +68,12 @@ def test_kill_at_any_moment_leaves_the_old_or_the_new(small: Command) -> None:
             make_recipe(small.folder / "recipes", "small", [f"{name}==1.0" for name in PACKAGES])
             assert small("lock", "small", "--wheels").returncode == 0
         child = small.start("venv", "small", "--no-verify", "--out", "v")
-        time.sleep(full * moment / 100)
+        if wide:
+            time.sleep(full * moment / 100)
+        else:  # however busy the machine is, some kills come while it builds
+            while child.poll() is None and not litter(small):
+                time.sleep(0.002)
+            time.sleep(0.001 * moment)
         child.kill()
         child.communicate()
         hit += bool(litter(small))
