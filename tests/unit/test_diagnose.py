@@ -3232,6 +3232,9 @@ def test_an_exception_that_lets_other_ranks_wait_comes_before_the_time_limit() -
         "wandb: Offline mode is enabled",
         "NVIDIA's fabric manager is not required on this system",
         "pip: Installed CUDA version 12.1 does not match the version torch was compiled with 12.4, accepting this combination",
+        "Installed CUDA version 12.4 does not match the version torch was compiled with 11.8.Detected"
+        " `DS_SKIP_CUDA_CHECK=1`: Allowing this combination of CUDA",
+        "MisconfigurationException: No `val_dataloader()` method defined to run `Trainer.validate`.",
         "UserWarning: Plan failed with a cudnnException: CUDNN_STATUS_NOT_SUPPORTED",
         "MPIDI_OFI_init_local(580): OFI fi_fabric failed (ofi_init.c:580:MPIDI_OFI_init_local:Invalid argument)",
         "TERM_UNKNOWN: unknown reason",
