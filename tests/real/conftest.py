@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -64,6 +65,8 @@ def _run_command(line: list[str], folder: Path, env: dict[str, str]) -> subproce
     changed = {name for name in {*env, *os.environ} if env.get(name) != os.environ.get(name)}
     server = _command_server()
     plain = line[:3] == [sys.executable, "-m", "envbuild"] and not any(name.startswith(_AT_START) for name in changed)
+    # The server runs one command at a time.
+    plain = plain and threading.current_thread() is threading.main_thread()
     if not plain or line[3] not in server.known:
         if plain:
             server.known.add(line[3])
