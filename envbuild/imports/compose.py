@@ -42,6 +42,7 @@ from envbuild.imports.statement import (
     linux_places,
     lose_contradicting,
     minor_versions,
+    project_of,
     python_version,
     split_extras,
 )
@@ -394,7 +395,7 @@ def _targets(kept: Collection[Statement], arches: Sequence[str], signed: Sequenc
     """Return the targets for torch's local version, else for the indexes, else for the tags `signed`, else for CPUs."""
     here = [statement for statement in kept if _is_for(statement, arches)]
     texts = [statement.text for statement in here if statement.kind in _REQUIREMENTS]
-    pinned = [tag for text in texts if _project_of(text) == "torch" for tag in _LOCAL.findall(text)]
+    pinned = [tag for text in texts if project_of(text) == "torch" for tag in _LOCAL.findall(text)]
     indexed = [_tag(statement) for statement in here if statement.kind in ("index", "accelerator")]
     tags = list(filter(accelerator_of, pinned)) or list(filter(accelerator_of, indexed)) or signed or ["cpu"]
     return [Target(tag, arch) for tag in dict.fromkeys(tags) for arch in arches]
@@ -464,11 +465,7 @@ def _merged(kept: Collection[Statement], kind: str) -> dict[str, list[str]]:
 
 
 def _project(statement: Statement) -> str:
-    return _project_of(statement.text)
-
-
-def _project_of(text: str) -> str:
-    return normalise(re.split(r"[^\w.-]", text)[0])
+    return project_of(statement.text)
 
 
 def _joined(name: str, extras: Collection[str], specifiers: Iterable[str]) -> str:
@@ -542,7 +539,7 @@ def _rebuilt(kept: Collection[Statement], targets: Sequence[Target], given_targe
     """Yield the statements whose local version the recipe replaces by that of another build, with the reason."""
     for statement in [statement for statement in kept if statement.kind in _REQUIREMENTS]:
         text = statement.text.partition(";")[0]
-        name, local, tags = _project_of(text), _ANY_LOCAL.search(text), _LOCAL.findall(text)
+        name, local, tags = project_of(text), _ANY_LOCAL.search(text), _LOCAL.findall(text)
         if not local or " @ " in text or not _is_built(name, text):
             continue
         is_known = any(accelerator_of(tag) for tag in tags)

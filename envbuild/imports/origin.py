@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,12 +17,11 @@ from envbuild.base import atomic
 from envbuild.base.errors import EnvbuildError, RecipeError, UsageError
 from envbuild.base.files import project_folder
 from envbuild.base.progress import log
-from envbuild.base.text import normalise
 from envbuild.base.toml import Document, Keys, list_at, parse_toml, read, table_at, table_text
 from envbuild.environment import Environment
 from envbuild.imports import read_source
 from envbuild.imports.compose import compose
-from envbuild.imports.statement import Draft, Statement, pythons, recipe_name
+from envbuild.imports.statement import Draft, Statement, project_of, pythons, recipe_name
 from envbuild.imports.toml_edit import delete_value, rewrite, set_value
 from envbuild.interpreter import HostPython
 from envbuild.lock.offers import Offers, allowed_releases, reachable
@@ -86,7 +84,7 @@ def _identity(keys: Keys, entry: str) -> str:
     if keys[-1] not in _PACKAGES:
         return entry
     name, _, marker = entry.partition(";")
-    return normalise(re.split(r"[^\w.-]", name.strip(), maxsplit=1)[0]) + (f" ; {marker.strip()}" if marker else "")
+    return project_of(name.strip()) + (f" ; {marker.strip()}" if marker else "")
 
 
 def _is_target(place: Place) -> bool:

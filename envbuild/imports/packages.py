@@ -16,6 +16,7 @@ from envbuild.base.text import normalise
 from envbuild.base.toml import Document, Keys, closest, list_at, parse_toml, table_at
 from envbuild.environment import Environment
 from envbuild.imports.compose import built_for, differs, needs_index
+from envbuild.imports.statement import project_of
 from envbuild.imports.toml_edit import delete_value, rewrite, set_value
 from envbuild.lock.lifecycle import keep_lock, resolve_again
 from envbuild.locks import changed_locks
@@ -224,7 +225,7 @@ def _bare(word: str) -> str:
 
 
 def _name(text: str) -> str:
-    return normalise(re.split(r"[^\w.-]", text.strip(), maxsplit=1)[0])
+    return project_of(text.strip())
 
 
 def _not_there(

@@ -42,6 +42,7 @@ from envbuild.imports.statement import (
     split_extras,
     text_of,
 )
+from envbuild.interpreter import minor_of
 from envbuild.lock.format import logical_lines
 from envbuild.recipe.targets import accelerator_of
 
@@ -323,14 +324,15 @@ _SETTINGS = {"extras", "editable", "path", "file", "index", "git", "ref", "subdi
 def read_setup(path: Path) -> Iterator[Statement]:
     """Yield the statements of the call of setup() in a setup.py; values that are no literals are named."""
     try:
-        yield from list(_of_setup(path, ast.parse(text_of(path))))
+        yield from list(_of_setup(path, text_of(path)))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two for deep expressions
         why = str(error) or "its expressions are too deep"
         raise UsageError(f"{path}: not Python 3: {why}", "write its install_requires to requirements.txt") from None
 
 
-def _of_setup(path: Path, tree: ast.Module) -> Iterator[Statement]:
-    values, given, text = _assigned(tree), list[tuple[str, ast.expr]](), text_of(path)
+def _of_setup(path: Path, text: str) -> Iterator[Statement]:
+    tree = ast.parse(text)
+    values, given = _assigned(tree), list[tuple[str, ast.expr]]()
     files = [name for name in re.findall(r"""['"]([\w./-]+\.(?:txt|in))['"]""", text) if (path.parent / name).is_file()]
     computed = _COMPUTED.format(" or ".join(dict.fromkeys(files)) or "the file that has it")
     for node in ast.walk(tree):
@@ -471,8 +473,7 @@ def read_pipfile(path: Path) -> Iterator[Statement]:
     document = read(path, UsageError)
     for key in ("python_version", "python_full_version"):
         if python := value_at(document.data, "requires", key):
-            minor = ".".join(str(python).split(".")[:2])
-            yield Statement("python", f"=={minor}.*", document.where("requires", key))
+            yield Statement("python", f"=={minor_of(str(python))}.*", document.where("requires", key))
             break
     tables = {name: table_at(table) for name, table in document.data.items() if name not in _NO_CATEGORIES}
     for number, row in enumerate(map(table_at, list_at(document.data, "source"))):
@@ -487,8 +488,8 @@ def read_pipfile(path: Path) -> Iterator[Statement]:
         for name, given in table.items():
             place, about = document.where(category, name), given if isinstance(given, dict) else {"version": given}
             yield from poetry_requirement(name, _as_poetry(about), place, group)
-            for key in sorted({"index"} & about.keys()):
-                yield lost(f"{name}: index = {about[key]}", place, BOUND, group)
+            if "index" in about:
+                yield lost(f"{name}: index = {about['index']}", place, BOUND, group)
 
 
 def _names_index(given: object, source: Mapping[str, Any]) -> bool:

@@ -32,6 +32,7 @@ from envbuild.imports.statement import (
     UNUSED_INDEX,
     UNUSUAL_FILE,
     Statement,
+    project_of,
     text_of,
 )
 from envbuild.recipe.targets import ACCELERATORS, Target, accelerator_of
@@ -117,10 +118,8 @@ def gpu_signs(statements: Iterable[Statement], groups: Collection[str] | None = 
 
 def is_only_elsewhere(statement: Statement) -> bool:
     """Return whether a requirement is of a package that only an index for an accelerator without a target has."""
-    patterns = [row.unpublished for row in _rows() if row.unpublished]
-    return any(
-        pattern.match(name) for pattern in patterns for name in [normalise(re.split(r"[^\w.-]", statement.text)[0])]
-    )
+    name = project_of(statement.text)
+    return any(row.unpublished.match(name) for row in _rows() if row.unpublished)
 
 
 def comments_with_signs(path: Path) -> Iterator[Statement]:

@@ -238,6 +238,11 @@ def recipe_name(text: str) -> str:
     return name if re.fullmatch(NAME_PATTERN, name) else "environment"
 
 
+def project_of(text: str) -> str:
+    """Return the normalised name that a requirement or a pin begins with."""
+    return normalise(re.split(r"[^\w.-]", text, maxsplit=1)[0])
+
+
 # Packages and wheels that exist for macOS or Windows alone.
 _OF_OTHER_SYSTEM = re.compile(
     r"(?:tensorflow[-_](?:macos|metal)|jax[-_]metal)(?![\w.-])|[\w.-]+(?:\[[^\]]*\])?\s*@\s*https?:\S+-(?:macosx_|win_|win32)[a-z0-9_]*\.whl(?![\w.])"
@@ -289,9 +294,7 @@ def python_version(kept: Collection[Statement], given: Iterable[Statement], lose
 def lose_contradicting(kept: Collection[Statement], lose: Lose) -> None:
     """Lose requirements and pins that an earlier requirement of the same project contradicts: no version fits both."""
     first: dict[str, list[tuple[Statement, SpecifierSet]]] = {}
-    overridden = {
-        normalise(re.split(r"[^\w.-]", statement.text)[0]) for statement in kept if statement.kind == "override"
-    }
+    overridden = {project_of(statement.text) for statement in kept if statement.kind == "override"}
     of_kinds = [statement for kind in ("requirement", "pin") for statement in kept if statement.kind == kind]
     for statement in of_kinds:
         requirement = Requirement(statement.text)

@@ -104,7 +104,8 @@ def resolve(
     table = recipe.recipe.targets[target.name]
     python, platform = recipe.recipe.python, target.platform(table.glibc)
     indexes, unreached = reachable(table.indexes, environment, offline)
-    notes = [f"note: {reason}; it was left out" for reason in unreached]
+    left_out = [f"note: {reason}; it was left out" for reason in unreached]
+    notes = [*left_out]
     sources = sources_of(recipe, target, environment, requirements, offline)
     lines_of = applicable(requirements, python, platform)  # a requirement with another marker binds nothing
     bound, limits = bound_indexes(recipe, lines_of, environment, offline), index_limits(ages, environment)
@@ -169,7 +170,7 @@ def resolve(
         refusal = error
     if refusal is not None:  # outside of the handler: a failed request is described by the exceptions in its context
         lower = () if bounds else own_limits(target, offers, lines_of, python, platform)
-        reasons = [f"note: {reason}; it was left out" for reason in unreached]
+        reasons = [*left_out]
         if lower:
             try:
                 return resolve(
