@@ -111,8 +111,8 @@ def gpus(host: Host) -> list[HostFinding]:
         facts["cuda"] = _cuda(known)
         if library:
             cuda = f" (CUDA {', '.join(facts['cuda'])})" if facts["cuda"] else ""
-            found = HostFinding("GPU", "ok", f"{counted}, driver {known}{cuda}, {library}", facts=facts)
-            return [found, *_imex(host, names)]
+            driver_finding = HostFinding("GPU", "ok", f"{counted}, driver {known}{cuda}, {library}", facts=facts)
+            return [driver_finding, *_imex(host, names)]
         hint = "install the driver's libraries, or pass them into this container (--gpus all, --nv)"
         return [HostFinding("GPU", "warn", f"{counted}, but libcuda.so.1 is not found", hint, facts)]
     if tool or driver or devices:
