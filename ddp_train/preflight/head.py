@@ -78,14 +78,14 @@ class Head:
     async def tell(self, passed: bool) -> None:
         """Send the verdict to all nodes and wait until they close: if they close first, the port is free at once."""
 
-        async def one(arrived: _Arrived) -> None:
+        async def answer(arrived: _Arrived) -> None:
             with suppress(WireError):
                 await arrived.wire.send({"passed": passed})
                 await arrived.wire.ended(1.0)
             for wire in (arrived.wire, *arrived.more):
                 wire.close()
 
-        await asyncio.gather(*(one(arrived) for arrived in self._arrived.values()))
+        await asyncio.gather(*(answer(arrived) for arrived in self._arrived.values()))
 
     async def _listen(self) -> asyncio.AbstractServer:
         place = self._place

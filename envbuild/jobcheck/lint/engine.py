@@ -22,13 +22,13 @@ from envbuild.jobcheck.lint.faults import LEVELS, LintRule, load_faults
 from envbuild.jobcheck.lint.kubernetes import lint_manifest
 from envbuild.jobcheck.lint.launch import Launch, before_program
 from envbuild.jobcheck.lint.rendezvous import GIVEN, sets_elsewhere
-from envbuild.jobcheck.lint.script import Found, ParsedScript, read_script
+from envbuild.jobcheck.lint.script import Fault, ParsedScript, read_script
 
 _LARGEST = 2 << 20
 _MANIFEST = re.compile(r"^(apiVersion|kind)\s*:", re.MULTILINE)
 # Each of_… of these modules is a rule. In this order, the first fault of a kind in a line counts.
 _MODULES = (rendezvous, slips, environment, faults, status, resources)
-RULES: tuple[Callable[[ParsedScript], Iterator[Found]], ...] = tuple(
+RULES: tuple[Callable[[ParsedScript], Iterator[Fault]], ...] = tuple(
     rule for module in _MODULES for name, rule in vars(module).items() if name.startswith("of_")
 )
 # Names of templates, and the faults that a template has on purpose.
@@ -94,7 +94,7 @@ def lint(text: str, name: str, schedulers: Mapping[str, ScriptFacts]) -> list[Pr
     script = None if is_manifest(text, name) else read_script(text.replace("\r\n", "\n"), schedulers)
     findings = lint_manifest(text, name) if script is None else chain.from_iterable(rule(script) for rule in RULES)
     if script is not None and "\r\n" in text:
-        findings = chain([Found("dos-lines", 1)], findings)
+        findings = chain([Fault("dos-lines", 1)], findings)
     scheduler = script.scheduler if script is not None else ""
     rows = load_faults()
     problems: dict[tuple[int, str], Problem] = {}
@@ -120,7 +120,7 @@ def lint(text: str, name: str, schedulers: Mapping[str, ScriptFacts]) -> list[Pr
     return sorted(problems.values(), key=lambda p: (p.line, LEVELS.index(p.fault.level)))
 
 
-def _is_proven(script: ParsedScript, finding: Found, fault: LintRule) -> bool:
+def _is_proven(script: ParsedScript, finding: Fault, fault: LintRule) -> bool:
     """Return whether the script alone proves a finding.
 
     It does not if the caller, the environment, another file or a branch may change it, or if the script is a template.

@@ -11,7 +11,7 @@ from envbuild.base.masking import looks_secret, sounds_secret
 from envbuild.jobcheck.lint.directives import option_values
 from envbuild.jobcheck.lint.faults import command_text
 from envbuild.jobcheck.lint.launch import TRAINS, before_program, starts_training
-from envbuild.jobcheck.lint.script import Found, ParsedScript
+from envbuild.jobcheck.lint.script import Fault, ParsedScript
 from envbuild.jobcheck.lint.shell import CONTAINERS, LAUNCHERS, SUBMITS, Command
 
 _HERE = re.compile(r"\$\{?PWD\b|\$\(pwd\)|^\./")
@@ -68,7 +68,7 @@ _HOST_OPTIONS = ("-H", "--host", "-host", "--hosts", "-hosts")
 _STARTS_RANKS = frozenset(["mpirun", "mpiexec", "mpiexec.hydra", "orterun", "horovodrun", "deepspeed", "prun"])
 
 
-def of_output(script: ParsedScript) -> Iterator[Found]:
+def of_output(script: ParsedScript) -> Iterator[Fault]:
     """Find relative folders of the job's output, which no scheduler creates."""
     names = script.facts.output if script.facts else ()
     if any(re.match(r"# envbuild \S+: .*(?:;| of) site ", line) for line in script.lines):
@@ -91,7 +91,7 @@ def of_output(script: ParsedScript) -> Iterator[Found]:
             own = folder in comments or _has_files(script, folder)
             if (numbered or absolute or folder[0] not in "/$~<{") and not own:
                 seen.add(folder)
-                yield Found("output-folder", line, folder, level="hint" if absolute and not numbered else "")
+                yield Fault("output-folder", line, folder, level="hint" if absolute and not numbered else "")
     texts = [command.texts for command in script.commands if command.program in _MAKES]
     made = " ".join(" ".join(script.variables.expanded(words)) for words in texts)
     for number, text in script.code_lines if script.facts else ():
@@ -100,7 +100,7 @@ def of_output(script: ParsedScript) -> Iterator[Found]:
         target = " ".join(script.variables.expanded([match[1]])) if match else ""
         known = name in script.values and not re.search("pwd", target, re.IGNORECASE)
         if match and target not in f"{made} {seen}" and (known or name == match[1]) and not _has_files(script, name):
-            yield Found("output-folder", number, match[1], level="hint")
+            yield Fault("output-folder", number, match[1], level="hint")
             return
 
 
@@ -111,7 +111,7 @@ def _has_files(script: ParsedScript, folder: str) -> bool:
     return any(uses.search(word) for word in script.variables.expanded(words))
 
 
-def of_array_output(script: ParsedScript) -> Iterator[Found]:
+def of_array_output(script: ParsedScript) -> Iterator[Fault]:
     """Find files that every task of an array overwrites."""
     asks = " ".join(word for _, row in script.directives for word in row)
     slurm = script.has_steps
@@ -123,7 +123,7 @@ def of_array_output(script: ParsedScript) -> Iterator[Found]:
             if not own and (slurm or _LOG.search(value)):  # PBS adds a name to a folder
                 sure = slurm and array and "append" not in asks
                 kind = "array-output" if slurm and array else "output-fixed"
-                yield Found(kind, line, value, level="" if sure else "hint")
+                yield Fault(kind, line, value, level="" if sure else "hint")
                 break
     if re.search(r"\bcd .*(?:TASK|INDEX)", script.text) or not script.facts:
         return
@@ -134,11 +134,11 @@ def of_array_output(script: ParsedScript) -> Iterator[Found]:
         text = "\n".join(script.lines[command.line - 1 : end])
         name = _WRITES.search(text) if starts_training(command) and not command.file else None
         if name:
-            yield Found("array-output" if array else "output-fixed", end, name[1])
+            yield Fault("array-output" if array else "output-fixed", end, name[1])
             return
 
 
-def of_folder(script: ParsedScript) -> Iterator[Found]:
+def of_folder(script: ParsedScript) -> Iterator[Fault]:
     """Find paths relative to the folder of the submission in scripts that start in the home folder."""
     here = [command for command in script.commands if not command.started_by]
     inside = any(command.program == "cd" and command.started_by for command in script.commands)
@@ -150,7 +150,7 @@ def of_folder(script: ParsedScript) -> Iterator[Found]:
             break
         file = command.words[1] if command.program in ("source", ".") and len(command.words) > 1 else "/"
         if "/" in file and file[0] not in "/$~":
-            yield Found("home-folder", command.line)
+            yield Fault("home-folder", command.line)
             return
     if not options or moved or script.submits or script.directive(*options):
         return
@@ -163,11 +163,11 @@ def of_folder(script: ParsedScript) -> Iterator[Found]:
         programs = [word for word in words if word.endswith((".py", ".sh")) and " " not in word]
         relative = any(word[0] not in "/$~" for word in programs[:1])
         if any(_HERE.search(text) for text in command.texts) or relative or command.words[:2] == ("cd", ".."):
-            yield Found("home-folder", command.line)
+            yield Fault("home-folder", command.line)
             return
 
 
-def of_own_path(script: ParsedScript) -> Iterator[Found]:
+def of_own_path(script: ParsedScript) -> Iterator[Fault]:
     """Find paths derived from the script's own path in a batch job, where the script is the scheduler's copy."""
     submitted = script.facts.submitted if script.facts else ""
     code = script.code
@@ -185,17 +185,17 @@ def of_own_path(script: ParsedScript) -> Iterator[Found]:
             )
             if used and not _ITSELF.search(text):
                 # ${ROOT:-$(dirname …)}: users set ROOT.
-                yield Found("script-folder", command.line, level="hint" if _DEFAULT.match(text) else "")
+                yield Fault("script-folder", command.line, level="hint" if _DEFAULT.match(text) else "")
                 return
 
 
-def of_secrets(script: ParsedScript) -> Iterator[Found]:
+def of_secrets(script: ParsedScript) -> Iterator[Fault]:
     """Find secrets, also in comments: everyone who may read the script or see the job can read them."""
     for number, line in enumerate(script.lines, 1):
         if match := _GIVEN_SECRET.search(line):
-            yield Found("secret", number, match[1] or match[2])
+            yield Fault("secret", number, match[1] or match[2])
         elif looks_secret(line) and not re.search(r"\b(?:basic|bearer)\b", line, re.IGNORECASE):
-            yield Found("secret", number, "a token")
+            yield Fault("secret", number, "a token")
     for command in script.commands:
         for name, words in command.assignments:
             value = words[0] if len(words) == 1 else ""
@@ -205,7 +205,7 @@ def of_secrets(script: ParsedScript) -> Iterator[Found]:
                 and not value.lower().startswith(("your", "xxx"))
                 and ((sounds_secret(name.rstrip("+")) and _is_no_word(name, value)) or looks_secret(value))
             ):
-                yield Found("secret", command.line, name)
+                yield Fault("secret", command.line, name)
 
 
 def _is_no_word(name: str, value: str) -> bool:
@@ -213,16 +213,16 @@ def _is_no_word(name: str, value: str) -> bool:
     return re.search(r"\d", value) is not None or "PASS" in name.upper()
 
 
-def of_gpu_containers(script: ParsedScript) -> Iterator[Found]:
+def of_gpu_containers(script: ParsedScript) -> Iterator[Fault]:
     """Find containers that see no GPU, or that have little shared memory."""
     for launch in script.launches if "gloo" not in script.text else ():
         words = " ".join(launch.around)
         if not {"docker", "podman"} & set(launch.started_by) or " run " not in words:
             continue
         if not _GPUS_IN_DOCKER.search(words):
-            yield Found("no-nv", launch.command.line)
+            yield Fault("no-nv", launch.command.line)
         if not re.search(r"--(?:ipc|shm-size)|/dev/shm", words):
-            yield Found("shared-memory", launch.command.line)
+            yield Fault("shared-memory", launch.command.line)
     if not script.gpus or script.is_cray or re.search(r"(?:APPTAINER|SINGULARITY)_(?:NV|ROCM)\b", script.text):
         return
     for command in script.commands:
@@ -231,16 +231,16 @@ def of_gpu_containers(script: ParsedScript) -> Iterator[Found]:
         rest = names[at + 1 :]
         text = " ".join(names)
         if re.match(r"(?:docker|podman) run ", text) and starts_training(command) and not _GPUS_IN_DOCKER.search(text):
-            yield Found("no-nv", command.line)
+            yield Fault("no-nv", command.line)
         starts = any(word in ("exec", "run") for word in rest[:4]) and not any(
             word.startswith("$") for word in rest[1:2]
         )
         image = next((word for word in rest if re.search(r"\.s(?:if|img)$|\.img$|^\$|://", word)), "")
         if starts and not {"--nv", "--rocm", "--nvccli"} & set(rest) and "cpu" not in image.lower():
-            yield Found("no-nv", command.line)
+            yield Fault("no-nv", command.line)
 
 
-def of_commands(script: ParsedScript) -> Iterator[Found]:
+def of_commands(script: ParsedScript) -> Iterator[Fault]:
     """Find faults of modules, conda, containers and images."""
     first = script.lines[0] if script.lines else ""
     purged, set_up = False, re.match(r"#!\S+ .*?(?:-\w*l\b|--login)", first) is not None
@@ -252,7 +252,7 @@ def of_commands(script: ParsedScript) -> Iterator[Found]:
         if name in ("module", "ml"):  # module --quiet purge
             done = next((word for word in words[1:] if not word.startswith("-")), "")
             if done in ("load", "add") and not purged and not script.is_cray:
-                yield Found("modules-not-purged", line)
+                yield Fault("modules-not-purged", line)
             set_up |= (
                 done in ("load", "add")
                 and re.search(r"conda|forge|mamba|(?:open|ibm-wml)-ce", text, re.IGNORECASE) is not None
@@ -261,9 +261,9 @@ def of_commands(script: ParsedScript) -> Iterator[Found]:
         set_up |= name in ("source", ".") and not _KEYS.search(words[-1])  # of a file that is not here
         set_up |= re.search(r"shell\.(?:bash|posix) hook", text) is not None
         if words[:2] == ("conda", "activate") and not set_up:
-            yield Found("conda-activate", line)
+            yield Fault("conda-activate", line)
         if name == "scontrol" and (whole_script or set(command.started_by) & (CONTAINERS | {"pyxis"})):
-            yield Found("scontrol-in-container", line)
+            yield Fault("scontrol-in-container", line)
         yield from _images(script, command)
     for line, words in script.directives:
         for image in option_values(words, ("--image", "--container-image")):
@@ -271,7 +271,7 @@ def of_commands(script: ParsedScript) -> Iterator[Found]:
                 yield from judged_image(image.removeprefix("docker:").replace("#", "/", 1), line)
 
 
-def _images(script: ParsedScript, command: Command) -> Iterator[Found]:
+def _images(script: ParsedScript, command: Command) -> Iterator[Fault]:
     words = script.variables.expanded(command.words)
     name = posixpath.basename(words[0]) if words else ""
     for number, word in enumerate(words):
@@ -280,7 +280,7 @@ def _images(script: ParsedScript, command: Command) -> Iterator[Found]:
             image = value if equal else "".join(words[number + 1 : number + 2])
             if not image.startswith(("/", ".", "$")):
                 if re.match(r"(?:docker://)?[\w-]+(?:\.[\w-]+)+/[^#]+$", image):
-                    yield Found("image-registry", command.line, image)
+                    yield Fault("image-registry", command.line, image)
                 image = image.replace("#", "/", 1)
                 yield from judged_image(image, script.where(image, command.line))
         elif match := _IMAGE.match(word):
@@ -290,20 +290,20 @@ def _images(script: ParsedScript, command: Command) -> Iterator[Found]:
         yield from judged_image(words[-1], command.line)
 
 
-def judged_image(image: str, line: int) -> Iterator[Found]:
+def judged_image(image: str, line: int) -> Iterator[Fault]:
     """Find faults of an image's reference in line `line`."""
     tag = image.rpartition("/")[2].partition(":")[2]
     if "@sha256:" in image or not image or (image.startswith("$") and tag != "latest"):
         return
     if _PLACEHOLDER.match(image):
-        yield Found("placeholder", line, image)
+        yield Fault("placeholder", line, image)
     elif tag in ("", "latest"):
-        yield Found("image-unpinned", line, image)
+        yield Fault("image-unpinned", line, image)
     elif not re.match(r"v?\d+\.\d+\.\d+", tag) and "$" not in tag:  # full versions rarely move
-        yield Found("image-tag", line, image)
+        yield Fault("image-tag", line, image)
 
 
-def of_other_nodes(script: ParsedScript) -> Iterator[Found]:
+def of_other_nodes(script: ParsedScript) -> Iterator[Fault]:
     """Find environments and copied data that the script prepares only on the head, so that other nodes lack them."""
     here = [command for command in script.commands if not (command.started_by or command.file or command.function)]
     yield from _environment(here) if script.facts else ()
@@ -319,15 +319,15 @@ def of_other_nodes(script: ParsedScript) -> Iterator[Found]:
         target = " ".join(script.variables.expanded([target]))
         folder = _OF_NODE.match(target)
         if command.program in _COPIES and folder and folder[0].rstrip("/") in later:
-            yield Found("head-copy", command.line, folder[0])
+            yield Fault("head-copy", command.line, folder[0])
             return
         mine = _OF_JOB_ON_NODE.match(target)  # on some systems a folder of all nodes
         if command.program in _COPIES and mine and mine[0] in later:
-            yield Found("head-copy", command.line, mine[0], level="hint")
+            yield Fault("head-copy", command.line, mine[0], level="hint")
             return
 
 
-def _environment(here: list[Command]) -> Iterator[Found]:
+def _environment(here: list[Command]) -> Iterator[Fault]:
     """Find programs started by ssh and similar tools without the variables that the script sets for them."""
     set_up: list[str] = []
     for command in here:
@@ -344,11 +344,11 @@ def _environment(here: list[Command]) -> Iterator[Found]:
         # A script may set up its environment itself.
         starts = (_STARTS_FILE if command.program == "pbsdsh" else _STARTS).search(inside)
         if starts and not (own or _OWN_PROGRAM.search(inside)):
-            yield Found("environment-lost", command.line, f"{command.program} does not pass on {set_up[-1]}")
+            yield Fault("environment-lost", command.line, f"{command.program} does not pass on {set_up[-1]}")
             return
 
 
-def of_fixed_hosts(script: ParsedScript) -> Iterator[Found]:
+def of_fixed_hosts(script: ParsedScript) -> Iterator[Fault]:
     """Find fixed host names in a batch job, which may differ from the hosts that the scheduler allocates."""
     if not script.facts or script.writes:
         return
@@ -366,7 +366,7 @@ def of_fixed_hosts(script: ParsedScript) -> Iterator[Found]:
         files = [text for text in option_values(options, _FILE_OPTIONS) if _HOSTS_FILE.fullmatch(text)]
         fixed = next((text for text in files if not _is_made(script, command, text)), "")
         if value := hosts or fixed:
-            yield Found("hosts-fixed", command.line, value)
+            yield Fault("hosts-fixed", command.line, value)
             return
 
 

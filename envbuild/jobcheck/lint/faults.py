@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from envbuild.data import load_table
-from envbuild.jobcheck.lint.script import Found, ParsedScript, guarded
+from envbuild.jobcheck.lint.script import Fault, ParsedScript, guarded
 from envbuild.jobcheck.lint.shell import Command
 
 Level = Literal["error", "warning", "hint"]
@@ -80,7 +80,7 @@ def _rule(name: str, row: Mapping[str, Any], schedulers: Collection[str]) -> Lin
     )
 
 
-def of_patterns(script: ParsedScript) -> Iterator[Found]:
+def of_patterns(script: ParsedScript) -> Iterator[Fault]:
     """Find the faults whose row has a pattern."""
     for fault in load_faults().values():
         outside = fault.batch and (not script.facts or script.writes)
@@ -90,26 +90,26 @@ def of_patterns(script: ParsedScript) -> Iterator[Found]:
         yield from islice(findings, 1) if fault.patterns.keys() & {"needs", "unless"} else findings
 
 
-def search_text(fault: LintRule, key: str, text: str) -> Iterator[Found]:
+def search_text(fault: LintRule, key: str, text: str) -> Iterator[Fault]:
     """Find the first match of the pattern `key` of a row in the whole text of a script or manifest."""
     match = fault.patterns[key].search(text) if key in fault.patterns and fault.applies_to(text) else None
     if match:
         group = match.lastindex or 0
-        yield Found(fault.id, text.count("\n", 0, match.start(group)) + 1, match[group].strip()[:_SHOWN])
+        yield Fault(fault.id, text.count("\n", 0, match.start(group)) + 1, match[group].strip()[:_SHOWN])
 
 
-def _of_row(fault: LintRule, script: ParsedScript) -> Iterator[Found]:
+def _of_row(fault: LintRule, script: ParsedScript) -> Iterator[Fault]:
     """Find a fault by the patterns of its row."""
     in_directive, in_command, in_line = (fault.patterns.get(key) for key in ("directive", "command", "lines"))
     for line, words in script.directives if in_directive else ():
         text = " ".join(word.replace(" ", "_") for word in words)
         if in_directive and (match := in_directive.search(text)):
-            yield Found(fault.id, line, match[0].strip())
+            yield Fault(fault.id, line, match[0].strip())
     for line, text in script.code_lines if in_line else ():
         if in_line and (match := in_line.search(text)):
-            yield Found(fault.id, line, match[match.lastindex or 0].strip()[:_SHOWN])
+            yield Fault(fault.id, line, match[match.lastindex or 0].strip()[:_SHOWN])
     yield from search_text(fault, "script", script.text)
-    doubts: list[Found] = []
+    doubts: list[Fault] = []
     meant = not (script.trains and (script.facts or script.everywhere))
     for command in script.commands if in_command else ():
         text = command_text(command)
@@ -118,7 +118,7 @@ def _of_row(fault: LintRule, script: ParsedScript) -> Iterator[Found]:
         if in_command and in_command.search(text):
             if fault.id in _OF_ADDRESSES and _printed(command, script.lines[command.line - 1]):
                 continue
-            finding = Found(fault.id, command.line, text[:_SHOWN])
+            finding = Fault(fault.id, command.line, text[:_SHOWN])
             if fault.id not in _OF_TRAININGS:
                 yield finding
             elif meant or "--no-index" in text or guarded(script, command.line):
@@ -133,7 +133,7 @@ def _of_row(fault: LintRule, script: ParsedScript) -> Iterator[Found]:
             meant = _REASON.search(context) is not None
             if pattern.fullmatch(value) and not meant and not _elsewhere(name, fault.id, script):
                 inside = name in _OF_NETWORKS and not script.several  # one node is all that is known
-                yield Found(fault.id, command.line, f"{name}={value}", level="hint" if inside else "")
+                yield Fault(fault.id, command.line, f"{name}={value}", level="hint" if inside else "")
 
 
 def _elsewhere(variable: str, fault: str, script: ParsedScript) -> bool:

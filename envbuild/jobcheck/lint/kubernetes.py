@@ -19,7 +19,7 @@ from envbuild.jobcheck.lint.environment import judged_image, of_commands, of_sec
 from envbuild.jobcheck.lint.faults import load_faults, of_patterns, search_text
 from envbuild.jobcheck.lint.rendezvous import of_launches, of_variables
 from envbuild.jobcheck.lint.resources import of_ranks
-from envbuild.jobcheck.lint.script import Found, read_script
+from envbuild.jobcheck.lint.script import Fault, read_script
 from envbuild.jobcheck.lint.shell import WORDS
 from envbuild.jobcheck.lint.slips import of_lines, of_placeholders
 from envbuild.jobcheck.lint.status import of_status
@@ -44,7 +44,7 @@ _ALIASES = 256
 _HINT = "give the manifest that kubectl gets, and write it flatter if it is nested or repeats itself"
 
 
-def lint_manifest(text: str, name: str) -> Iterator[Found]:
+def lint_manifest(text: str, name: str) -> Iterator[Fault]:
     """Find the faults in all documents of a manifest, or of a template for envsubst.
 
     Raises UsageError for text that is not YAML.
@@ -98,7 +98,7 @@ def _ranks(document: Mapping[str, Any]) -> str:
     return str(next(filter(None, numbers), "auto")) if places else ""
 
 
-def _walk(value: Any, nodes: int, ranks: str, seen: set[int]) -> Iterator[Found]:
+def _walk(value: Any, nodes: int, ranks: str, seen: set[int]) -> Iterator[Fault]:
     """Find the faults below `value`, in a job of `nodes` pods with `ranks` from the operator.
 
     `seen` are the objects already searched, which aliases repeat.
@@ -119,17 +119,17 @@ def _walk(value: Any, nodes: int, ranks: str, seen: set[int]) -> Iterator[Found]
             yield from _walk(inner, nodes, ranks, seen)
 
 
-def _policy(document: Mapping[str, Any]) -> Iterator[Found]:
+def _policy(document: Mapping[str, Any]) -> Iterator[Fault]:
     """Find a Job whose pods have a restart policy that the API server refuses; Always is the default."""
     pod = _inner(document, "spec", "template", "spec")
     if isinstance(pod, Mapping) and _rows(pod, "containers"):
         policy = str(pod.get("restartPolicy", "Always"))
         if policy == "Always":
             given = "restartPolicy" in pod
-            yield Found("restart-policy", _line(pod, "restartPolicy" if given else "containers"), policy)
+            yield Fault("restart-policy", _line(pod, "restartPolicy" if given else "containers"), policy)
 
 
-def _names(document: Mapping[str, Any]) -> Iterator[Found]:
+def _names(document: Mapping[str, Any]) -> Iterator[Fault]:
     """Find endpoints at a pod of an Indexed Job without the subdomain and headless Service that its name needs."""
     name, spec = (_inner(document, *keys) for keys in (("metadata", "name"), ("spec",)))
     pod = _inner(spec, "template", "spec")
@@ -140,7 +140,7 @@ def _names(document: Mapping[str, Any]) -> Iterator[Found]:
         words = [(word.rpartition("=")[2], _line(container, "args")) for word in _words(container)]
         for value, line in (*env, *words):
             if re.fullmatch(rf"{re.escape(str(name))}-\d+(?:[.:].*)?", value):
-                yield Found("pod-name", line, value)
+                yield Fault("pod-name", line, value)
 
 
 def _inner(value: Any, *keys: str) -> Any:
@@ -155,26 +155,26 @@ def _rows(value: Any, key: str) -> list[Mapping[str, Any]]:
     return [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
 
 
-def _replicas(document: Mapping[str, Any]) -> Iterator[Found]:
+def _replicas(document: Mapping[str, Any]) -> Iterator[Fault]:
     """Find replicas of a PyTorchJob without the container "pytorch", the only name that the operator accepts."""
     specs = _inner(document, "spec", "pytorchReplicaSpecs")
     for replica in specs.values() if isinstance(specs, Mapping) else ():
         containers = _rows(_inner(replica, "template", "spec"), "containers")
         named = [container for container in containers if isinstance(container.get("name"), str)]
         if named and not any(container["name"] == "pytorch" for container in named):
-            yield Found("container-name", _line(named[0], "name"), named[0]["name"])
+            yield Fault("container-name", _line(named[0], "name"), named[0]["name"])
 
 
-def _unknown(value: Any, kind: str) -> Iterator[Found]:
+def _unknown(value: Any, kind: str) -> Iterator[Fault]:
     """Find fields that neither a pod, a container nor a job has."""
     fields = [key for key in value if isinstance(key, str) and key.isalpha()] if isinstance(value, Mapping) else []
     others = [key for key in fields if key not in WORDS[f"{kind}_fields"]]
     elsewhere = WORDS["pod_fields"] | WORDS["container_fields"] | WORDS["job_fields"]
     for key in others[:1]:  # others may be those of an operator
-        yield Found("field-unknown", _line(value, key), key, level="" if key in elsewhere else "hint")
+        yield Fault("field-unknown", _line(value, key), key, level="" if key in elsewhere else "hint")
 
 
-def _pod(spec: Mapping[str, Any], nodes: int, ranks: str) -> Iterator[Found]:
+def _pod(spec: Mapping[str, Any], nodes: int, ranks: str) -> Iterator[Fault]:
     yield from _unknown(spec, "pod")
     volumes = {str(volume.get("name")) for volume in _rows(spec, "volumes")}
     for key in ("initContainers", "containers"):
@@ -192,7 +192,7 @@ def _pod(spec: Mapping[str, Any], nodes: int, ranks: str) -> Iterator[Found]:
             gpus = _gpus(container) or 0
             if key == "containers" and (gpus or workers) and not shared and not lone:
                 # Whether one rank has data loaders is not known.
-                yield Found("shared-memory", _line(container, "image"), level="" if gpus > 1 or workers else "hint")
+                yield Fault("shared-memory", _line(container, "image"), level="" if gpus > 1 or workers else "hint")
 
 
 def _limits(container: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -217,7 +217,7 @@ def _words(container: Mapping[str, Any]) -> list[str]:
     return parts
 
 
-def _container(container: Mapping[str, Any], nodes: int, ranks: str) -> Iterator[Found]:
+def _container(container: Mapping[str, Any], nodes: int, ranks: str) -> Iterator[Fault]:
     image = container.get("image")
     if isinstance(image, str):
         yield from judged_image(image, _line(container, "image"))
@@ -234,18 +234,18 @@ def _container(container: Mapping[str, Any], nodes: int, ranks: str) -> Iterator
     begun = _line(container, "command" if "command" in container else "args")
     count = whole_number(ranks)
     if count and _gpus(container) and count > (_gpus(container) or 0) and not _STARTS_RANKS.search(body):
-        yield Found("ranks-exceed-gpus", begun, f"{count} ranks, {_gpus(container)} GPUs")
+        yield Fault("ranks-exceed-gpus", begun, f"{count} ranks, {_gpus(container)} GPUs")
     # No operator tells the pods of a Job or JobSet how many they are.
     lone = nodes > 1 and not ranks and "PET_" not in f"{exports}"
     meets = "torchrun " in body and re.search(r"--(?:master[-_]addr|rdzv[-_]endpoint)", body)
     if lone and meets and not re.search(r"nnodes|standalone", body):
-        yield Found("nodes-missing", begun, "", str(nodes))
+        yield Fault("nodes-missing", begun, "", str(nodes))
     if nodes > 1 and ranks and "nnodes" not in body:  # the operator sets it in PET_NNODES
         body = body.replace("torchrun ", f"torchrun --nnodes={nodes} ", 1)
     if ranks and "nproc" not in body:  # the operator sets it in PET_NPROC_PER_NODE
         body = _TORCHRUN.sub(lambda match: f"{match[0]}--nproc-per-node={_quoted(ranks)} ", body)
     if _gpus(container) is None and (used := _USES_GPUS.search(body)):
-        yield Found("gpus-missing", begun, used[0])
+        yield Fault("gpus-missing", begun, used[0])
     gpus = _gpus(container) or 0
     script = replace(read_script("\n".join([*exports, body]), {}), everywhere=True, pod_gpus=gpus)
     lines = [line for _, (value, line) in variables.items() if value is not None]
@@ -255,18 +255,18 @@ def _container(container: Mapping[str, Any], nodes: int, ranks: str) -> Iterator
                 continue
             line = lines[finding.line - 1] if finding.line <= len(lines) else begun
             alone = finding.id == "network-disabled" and nodes == 1  # no other pod to reach
-            yield Found(finding.id, line, finding.value, str(nodes), level="hint" if alone else "")
+            yield Fault(finding.id, line, finding.value, str(nodes), level="hint" if alone else "")
     if gpus > 1 and re.search(r"\bpython[\d.]* (?!-m torch\.distributed)", body) and not _STARTS_RANKS.search(body):
-        yield Found("one-process", begun, str(gpus), level="hint")  # the program may take all GPUs itself
+        yield Fault("one-process", begun, str(gpus), level="hint")  # the program may take all GPUs itself
     cpus = whole_number(str((_limits(container) or {}).get("cpu", "")))
     if gpus > 1 and cpus is not None and cpus < gpus:
-        yield Found("cpus-missing", _line(container, "resources"), f"{gpus} GPUs, {cpus} CPU{'s' * (cpus != 1)}")
+        yield Fault("cpus-missing", _line(container, "resources"), f"{gpus} GPUs, {cpus} CPU{'s' * (cpus != 1)}")
     provider = variables.get("FI_PROVIDER", ("", 0))
     limits = _limits(container) or {}
     for fabric in load_table("fabrics")["fabrics"].values() if provider[0] else ():
         device = fabric.get("adapter", {}).get("resource", "")
         if fabric["provider"] == provider[0] and device and device not in limits:
-            yield Found("efa-device", provider[1], device)
+            yield Fault("efa-device", provider[1], device)
 
 
 def _quoted(word: str) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from envbuild.jobcheck.lint.directives import option_values, whole_number
 from envbuild.jobcheck.lint.launch import RANK_OPTIONS, Launch, before_program, starts_training
-from envbuild.jobcheck.lint.script import PER_NODE, Found, ParsedScript
+from envbuild.jobcheck.lint.script import PER_NODE, Fault, ParsedScript
 from envbuild.jobcheck.lint.shell import LAUNCHERS
 
 LOCAL = re.compile(r"^\[?(localhost|127(\.\d+){3}|::1)\]?(:|$)")
@@ -46,14 +46,14 @@ _PORT_OPTIONS = ("--main_process_port", "--main-process-port", "--master_port")
 _LITERAL_HOST = re.compile(r"[a-z][\w.-]+(?::.*)?", re.DOTALL)
 
 
-def of_variables(script: ParsedScript) -> Iterator[Found]:
+def of_variables(script: ParsedScript) -> Iterator[Fault]:
     """Find faults in the values of MASTER_ADDR, and of variables for interfaces and providers."""
     for variable in ("MASTER_ADDR", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT", "RDZV_ENDPOINT"):
         for command, value in script.exported(variable):
             if LOCAL.match(value) and script.several:
-                yield Found("localhost-endpoint", command.line, value, script.several, level="warning")
+                yield Fault("localhost-endpoint", command.line, value, script.several, level="warning")
             elif command.per_node and script.several and re.search(r"\$\(hostname\b|\$\{?HOSTNAME\b", value):
-                yield Found("endpoint-per-node", command.line, value, level="warning")
+                yield Fault("endpoint-per-node", command.line, value, level="warning")
     read = {
         name: re.search(rf"\$\{{?{name}\b|\b(?:export|declare)\b[^\n]{{0,99}}\b{name}\b", script.text)
         for name in ("MASTER_PORT", "PET_MASTER_PORT")
@@ -65,13 +65,13 @@ def of_variables(script: ParsedScript) -> Iterator[Found]:
             value = default[1] if default and len(script.values.get(variable, ())) == 1 else value
             alike = "SLURM_ARRAY_JOB_ID" in value and "TASK_ID" not in value  # one number for all tasks of an array
             if alike and not script.whole_nodes:
-                yield Found("fixed-port", command.line, value)
+                yield Fault("fixed-port", command.line, value)
             if value.isdecimal() and not (given or script.whole_nodes) and (command.words or read[variable]):
                 own = script.kind == "shell" and not script.several  # on a host of one's own
-                yield Found("fixed-port", command.line, value, level="hint" if own else script.doubtful)
+                yield Fault("fixed-port", command.line, value, level="hint" if own else script.doubtful)
 
 
-def of_addresses(script: ParsedScript) -> Iterator[Found]:
+def of_addresses(script: ParsedScript) -> Iterator[Fault]:
     """Find endpoints with unsuitable names or several addresses, and endpoints that are never set."""
     # enroot's hook 50-slurm-pytorch.sh sets MASTER_ADDR and MASTER_PORT in containers of pyxis.
     elsewhere = "--container-" in script.text or sets_elsewhere(script)
@@ -85,7 +85,7 @@ def of_addresses(script: ParsedScript) -> Iterator[Found]:
             for variable in re.findall(r"\$\{?([A-Z]\w*)(?!\w|:[-=])", value):
                 known = variable in set_here or GIVEN.fullmatch(variable)
                 if variable.isupper() and not known:  # others are of a script that is left out here
-                    yield Found("endpoint-unset", launch.command.line, variable)
+                    yield Fault("endpoint-unset", launch.command.line, variable)
 
 
 def sets_elsewhere(script: ParsedScript) -> bool:
@@ -96,7 +96,7 @@ def sets_elsewhere(script: ParsedScript) -> bool:
     )
 
 
-def of_endpoints(script: ParsedScript) -> Iterator[Found]:
+def of_endpoints(script: ParsedScript) -> Iterator[Fault]:
     """Find torchruns without an endpoint, endpoints that are lists of nodes, and endpoints set only in a comment."""
     by_hand = script.kind == "shell" and not script.everywhere
     for launch in script.launches if script.several and not (script.sets_options or script.everywhere) else ():
@@ -106,11 +106,11 @@ def of_endpoints(script: ParsedScript) -> Iterator[Found]:
             given -= {"master-addr"}
         if launch.waits and number > 1 and not given and launch.complete:
             at = launch.command.line
-            yield Found("endpoint-missing", at, nodes=script.several, program=launch.program)
+            yield Fault("endpoint-missing", at, nodes=script.several, program=launch.program)
         numbered = launch.options.keys() & {"node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-conf"}
         static = "master-addr" in launch.options and launch.program == "torchrun" and launch.launcher and not by_hand
         if launch.waits and number > 1 and static and launch.complete and not numbered:
-            yield Found("node-rank-missing", script.where("nnodes", launch.command.line), nodes=script.several)
+            yield Fault("node-rank-missing", script.where("nnodes", launch.command.line), nodes=script.several)
     for command in script.commands if script.several else ():
         for name, words in command.assignments:
             value = words[0] if len(words) == 1 else ""
@@ -119,7 +119,7 @@ def of_endpoints(script: ParsedScript) -> Iterator[Found]:
             wrong = not _EXPANDS.search(value) if _SHORT.search(value) else False
             parts = len(_SHORT.findall(value)) > 1  # of names that the author knows
             if listed and plain and not parts and (wrong or not (_FIRST.search(value) or "|" in value or "%" in value)):
-                yield Found("endpoint-list", command.line, name)
+                yield Fault("endpoint-list", command.line, name)
     yield from _quoted_lists(script)
     commented = any(re.match(r"\s*#.*\bMASTER_ADDR=", line) for line in script.lines)
     code = script.code
@@ -128,10 +128,10 @@ def of_endpoints(script: ParsedScript) -> Iterator[Found]:
     if script.several and commented and not provided:
         steps = [command for command in script.commands if command.program in LAUNCHERS and starts_training(command)]
         # Some programs ask Slurm themselves.
-        yield from (Found("endpoint-unset", step.line, "MASTER_ADDR", level="hint") for step in steps[-1:])
+        yield from (Fault("endpoint-unset", step.line, "MASTER_ADDR", level="hint") for step in steps[-1:])
 
 
-def _quoted_lists(script: ParsedScript) -> Iterator[Found]:
+def _quoted_lists(script: ParsedScript) -> Iterator[Fault]:
     """Find arrays whose only element is the whole list of hosts, used as if the first element were one host."""
     lists = {name for name, words in script.values.items() if any(_HOSTS.search(word) for word in words)}
     looked = 0
@@ -143,10 +143,10 @@ def _quoted_lists(script: ParsedScript) -> Iterator[Found]:
         if looked > _MOST_ARRAYS:
             return
         if re.search(rf"\$(?:\{{{match[1]}(?:\[0\])?\}}|{match[1]}\b)", "\n".join(script.lines[number:])):
-            yield Found("endpoint-list", number, match[1])
+            yield Fault("endpoint-list", number, match[1])
 
 
-def of_numbers(script: ParsedScript) -> Iterator[Found]:
+def of_numbers(script: ParsedScript) -> Iterator[Fault]:
     """Find node ranks and counts that are expanded on the batch host, and a world size unequal to the tasks."""
     # A script without a number of nodes gets it on sbatch's command line.
     if script.kind == "shell":
@@ -169,23 +169,23 @@ def of_numbers(script: ParsedScript) -> Iterator[Found]:
             if match and (name in ("RANK", "LOCAL_RANK") or script.several):
                 # Most programs ask the scheduler's own variables.
                 level: Literal["warning", "hint"] = "warning" if name in ("RANK", "LOCAL_RANK") else "hint"
-                yield Found("node-rank", command.line, match[0].strip("${"), level=level)
+                yield Fault("node-rank", command.line, match[0].strip("${"), level=level)
             sets = here and name == "WORLD_SIZE" and "export" in script.lines[command.line - 1]
             size = whole_number(" ".join(words)) if sets else None
             if size is not None and size not in (total, nodes * script.gpus):  # a task can start more ranks
-                yield Found("world-size", command.line, f"WORLD_SIZE={size}, {total} tasks", level="warning")
+                yield Fault("world-size", command.line, f"WORLD_SIZE={size}, {total} tasks", level="warning")
     plain = steps[-1].program == "srun" and "python" in " ".join(steps[-1].words) and "MASTER_ADDR" in script.values
     if plain and not re.search(r"RANK|WORLD_SIZE=|PROCID|LOCALID|lightning|\bray\b", script.text):
-        yield Found("rank-unset", steps[-1].line)
+        yield Fault("rank-unset", steps[-1].line)
 
 
-def of_order(script: ParsedScript) -> Iterator[Found]:
+def of_order(script: ParsedScript) -> Iterator[Fault]:
     """Find torchruns that are started one after the other, although each waits for all."""
     begun = False
     for launch in script.launches:
         begun |= launch.command.background
         if script.several and launch.waits and not begun and not launch.command.file and _blocks(launch):
-            yield Found("one-after-another", launch.command.line, nodes=script.several)
+            yield Fault("one-after-another", launch.command.line, nodes=script.several)
             return
 
 
@@ -197,7 +197,7 @@ def _blocks(launch: Launch) -> bool:
     )
 
 
-def _node_ranks(script: ParsedScript) -> Iterator[Found]:
+def _node_ranks(script: ParsedScript) -> Iterator[Fault]:
     seen: set[int] = set()
     for command in script.commands:
         if command.per_node or command.file or script.everywhere:
@@ -217,7 +217,7 @@ def _node_ranks(script: ParsedScript) -> Iterator[Found]:
                 kind = "node-rank-unused" if "c10d" in " ".join(words) else "node-rank"
                 # Without a launcher here, one may start this script on each node.
                 level: Literal["", "warning"] = "" if words[0] in LAUNCHERS else "warning"
-                yield Found(kind, line, match[0].strip("${"), level="" if kind == "node-rank-unused" else level)
+                yield Fault(kind, line, match[0].strip("${"), level="" if kind == "node-rank-unused" else level)
 
 
 def _kept(script: ParsedScript, begun: int, line: int, text: str) -> bool:
@@ -236,7 +236,7 @@ def _kept(script: ParsedScript, begun: int, line: int, text: str) -> bool:
     return quote == "'"
 
 
-def of_launches(script: ParsedScript) -> Iterator[Found]:
+def of_launches(script: ParsedScript) -> Iterator[Fault]:
     """Find torchruns that start on the head only or twice per node, and faults of their endpoint, run ID and port."""
     # A step on one node in a job of several, or an evaluation after the training, is intentional.
     covered = any(launch.waits and _on_nodes(script, launch) for launch in script.launches)
@@ -251,10 +251,10 @@ def of_launches(script: ParsedScript) -> Iterator[Found]:
         if launch.launcher == "srun":
             yield from _doubled(script, launch)
         if launch.launcher in ("mpirun", "orterun") and not _words_have(script, launch, "bind-to", "none"):
-            yield Found("mpi-binding", launch.command.line)
+            yield Fault("mpi-binding", launch.command.line)
 
 
-def _nodes(script: ParsedScript, launch: Launch, covered: bool) -> Iterator[Found]:
+def _nodes(script: ParsedScript, launch: Launch, covered: bool) -> Iterator[Fault]:
     """Find nodes without a torchrun, and torchruns that do not form one job."""
     several, line, options = script.several, launch.command.line, launch.options
     # An explicit node rank means that it is started by hand on each node.
@@ -263,28 +263,28 @@ def _nodes(script: ParsedScript, launch: Launch, covered: bool) -> Iterator[Foun
     alone = not (launch.command.file or by_hand or _on_nodes(script, launch))
     if several and alone and launch.waits:
         fault = "head-only" if script.kind != "shell" or script.launchers_work else "started-here"
-        yield Found(fault, line, nodes=several)
+        yield Fault(fault, line, nodes=several)
     elif script.nodes and several and alone and not (covered or line < script.last_on_nodes):
-        yield Found("idle-nodes", line, nodes=several)
+        yield Fault("idle-nodes", line, nodes=several)
     step = launch.option("--nodes", "-N")
     if not launch.waits and (alone or covered or step == "1"):
         return
     if several and "standalone" in options:
-        yield Found("standalone", script.where("--standalone", line), nodes=several)
+        yield Fault("standalone", script.where("--standalone", line), nodes=several)
     meets = options.keys() & {"rdzv-endpoint", "master-addr"} and not {"nnodes", "standalone"} & options.keys()
     if several and meets and launch.program == "torchrun" and not script.sets_options:
-        yield Found("nodes-missing", line, nodes=several)
+        yield Fault("nodes-missing", line, nodes=several)
     own = {"nnodes", "standalone", "rdzv-endpoint", "master-addr", "rdzv-conf", "config-file"} & options.keys()
     by = launch.launcher == "srun" and launch.program == "torchrun" and script.has_steps and launch.complete
     if script.nodes and several and by and not (own or step or script.sets_options):
-        yield Found("nodes-missing", line, nodes=several, level="warning")
+        yield Fault("nodes-missing", line, nodes=several, level="warning")
     nodes = options.get("nnodes", "").rpartition(":")[2]
     known_nodes = script.nodes[1] if script.nodes and not numbered and nodes not in script.choices else 0
     asked = step if whole_number(step) is not None else str(script.nodes[1] if script.nodes else "")
     if known_nodes and step != "1" and whole_number(nodes) not in (None, whole_number(asked)):
-        yield Found("nodes-differ", script.where("nnodes", line), nodes, asked)
+        yield Fault("nodes-differ", script.where("nnodes", line), nodes, asked)
     elif known_nodes and step == "1" and (whole_number(nodes) or 0) > known_nodes:  # a step for each node
-        yield Found("nodes-differ", script.where("nnodes", line), nodes, str(known_nodes))
+        yield Fault("nodes-differ", script.where("nnodes", line), nodes, str(known_nodes))
 
 
 def _on_nodes(script: ParsedScript, launch: Launch) -> bool:
@@ -296,7 +296,7 @@ def _carried(script: ParsedScript, launch: Launch) -> bool:
     return bool(launch.command.function) and launch.command.function in script.passed
 
 
-def _endpoint(script: ParsedScript, launch: Launch) -> Iterator[Found]:
+def _endpoint(script: ParsedScript, launch: Launch) -> Iterator[Fault]:
     given = [(n, launch.options[n]) for n in ("rdzv-endpoint", "master-addr") if n in launch.options]
     ports: dict[str, int] = {}
     for name, value in given:
@@ -306,25 +306,25 @@ def _endpoint(script: ParsedScript, launch: Launch) -> Iterator[Found]:
         if LOCAL.match(value) and fewest == "1" and most in ("", "1"):
             pass  # told to be a job of one node
         elif LOCAL.match(value) and script.several:
-            yield Found("localhost-endpoint", at, value, script.several)
+            yield Fault("localhost-endpoint", at, value, script.several)
         elif LOCAL.match(value) and most not in ("", fewest):
-            yield Found("localhost-endpoint", at, value, most, level="warning")
+            yield Fault("localhost-endpoint", at, value, most, level="warning")
         elif script.several and (name_of_host := _HOSTNAME.search(value)):
             per_node = _there(script, launch, name_of_host[0])
-            yield Found("endpoint-per-node" if per_node else "hostname-endpoint", at, name_of_host[0])
+            yield Fault("endpoint-per-node" if per_node else "hostname-endpoint", at, name_of_host[0])
         if match := _LITERAL_PORT.search(_default(script, value)):
             ports.setdefault(match[1], at)
     if not (ports or {"rdzv-endpoint", "standalone"} & launch.options.keys()):
         ports = {_default(script, launch.options.get("master-port", "")): launch.command.line}
-    yield from (Found("port-invalid", at, port) for port, at in ports.items() if (whole_number(port) or 0) > 65535)
+    yield from (Fault("port-invalid", at, port) for port, at in ports.items() if (whole_number(port) or 0) > 65535)
     for port, at in ports.items() if not (script.whole_nodes or launch.command.file) else ():
         if port.isdecimal() and port != "0":
             alone = script.kind == "shell" and not script.several  # on a host of one's own
-            yield Found("fixed-port", script.where(port, at), port, level="hint" if alone else script.doubtful)
+            yield Fault("fixed-port", script.where(port, at), port, level="hint" if alone else script.doubtful)
     own = launch.options.keys() & _PLACES
     alone = script.kind != "shell" and launch.program != "tune run" and not (script.several or script.whole_nodes)
     if alone and script.gpus and not own and launch.complete and not script.sets_options:
-        yield Found("fixed-port", launch.command.line, "29500 (older torchruns' default)", level=script.doubtful)
+        yield Fault("fixed-port", launch.command.line, "29500 (older torchruns' default)", level=script.doubtful)
 
 
 def _default(script: ParsedScript, value: str) -> str:
@@ -338,19 +338,19 @@ def _default(script: ParsedScript, value: str) -> str:
     return re.sub(r"\$\{?(\w+)(?::?[-=]\d+)?\}?$", filled, value)
 
 
-def _identity(script: ParsedScript, launch: Launch) -> Iterator[Found]:
+def _identity(script: ParsedScript, launch: Launch) -> Iterator[Fault]:
     value = launch.options.get("rdzv-id", "")
     name = "rdzv_id" if script.where("rdzv_id", 0) else "rdzv-id"
     at = script.where(name, launch.command.line)
     random = _RANDOM.search(value)
     if random and _there(script, launch, random[0]):
-        yield Found("run-id-per-node", at, value)
+        yield Fault("run-id-per-node", at, value)
     elif random or (value and "$" not in value):
-        yield Found("run-id", at, value)
+        yield Fault("run-id", at, value)
     if "rdzv-endpoint" in launch.options and not launch.command.file:
         given = "local-addr" in launch.options or "is_host" in launch.options.get("rdzv-conf", "")
         if not given and not script.launches[0].options.get("rdzv-backend", "").startswith("etcd"):
-            yield Found("local-address", launch.command.line)
+            yield Fault("local-address", launch.command.line)
 
 
 def _there(script: ParsedScript, launch: Launch, text: str) -> bool:
@@ -360,7 +360,7 @@ def _there(script: ParsedScript, launch: Launch, text: str) -> bool:
     return launch.launcher != "" and ((launch.command.per_node and own) or script.escapes(text))
 
 
-def _doubled(script: ParsedScript, launch: Launch) -> Iterator[Found]:
+def _doubled(script: ParsedScript, launch: Launch) -> Iterator[Fault]:
     tasks = launch.option("--ntasks", "-n")
     nodes = launch.option("--nodes", "-N") or str(script.nodes[1] if script.nodes else "")
     own = launch.option("--nodes", "-N", *PER_NODE)
@@ -369,7 +369,7 @@ def _doubled(script: ParsedScript, launch: Launch) -> Iterator[Found]:
     if most is not None and least is not None and least <= most:
         placed = any(re.match(r"-w|--nodelist|-r$|--relative", word) for word in launch.around)
         if least < most and launch.waits and not placed:
-            yield Found("tasks-missing", launch.command.line, str(least), nodes)
+            yield Fault("tasks-missing", launch.command.line, str(least), nodes)
         return
     # The value of another variable is unknown; variables with the number of tasks match the directive.
     if "$" in tasks and not re.search(r"SLURM_(?:NTASKS|NPROCS)", tasks):
@@ -379,9 +379,9 @@ def _doubled(script: ParsedScript, launch: Launch) -> Iterator[Found]:
     given = script.directive(*PER_NODE, "--ntasks", "-n")
     ranks = launch.options.get("nproc-per-node", "").strip("\\${}")
     if given and script.tasks > 1:
-        yield Found("tasks-per-node", given[0], str(script.tasks))
+        yield Fault("tasks-per-node", given[0], str(script.tasks))
     elif given and given[1].startswith("$") and given[1].strip("${}") == ranks:
-        yield Found("tasks-per-node", given[0], given[1], level="warning")
+        yield Fault("tasks-per-node", given[0], given[1], level="warning")
 
 
 def _words_have(script: ParsedScript, launch: Launch, option: str, value: str) -> bool:
@@ -390,7 +390,7 @@ def _words_have(script: ParsedScript, launch: Launch, option: str, value: str) -
     return re.search(rf"--?{option}[= ]{value}\b", text) is not None
 
 
-def of_default_ports(script: ParsedScript) -> Iterator[Found]:
+def of_default_ports(script: ParsedScript) -> Iterator[Fault]:
     """Find launchers that use the same port in every job, in jobs that may share their node."""
     if script.kind == "shell" or script.several or script.whole_nodes or script.gpus < 1 or script.sets_options:
         return
@@ -403,18 +403,18 @@ def of_default_ports(script: ParsedScript) -> Iterator[Found]:
         ranks = next(option_values(words, RANK_OPTIONS), "")
         port = next(option_values(words, _PORT_OPTIONS), "")
         if launches and port.isdecimal() and port != "0" and not (command.file or id(command) in known):
-            yield Found("fixed-port", command.line, port, level=script.doubtful)
+            yield Fault("fixed-port", command.line, port, level=script.doubtful)
             return
         exempt = script.gpus < 2 or _PORTS.search(" ".join(before_program(words[1:]))) or "MASTER_PORT" in script.text
         if launches and not (command.file or exempt or whole_number(ranks) == 1) and starts_training(command):
-            yield Found("fixed-port", command.line, f"29500 ({command.program}'s default)", level=script.doubtful)
+            yield Fault("fixed-port", command.line, f"29500 ({command.program}'s default)", level=script.doubtful)
             return
 
 
-def of_literal_hosts(script: ParsedScript) -> Iterator[Found]:
+def of_literal_hosts(script: ParsedScript) -> Iterator[Fault]:
     """Find endpoints at a fixed host in jobs that determine the head node but do not use it."""
     for launch in script.launches if script.several and "scontrol show hostname" in script.text else ():
         for name in ("rdzv-endpoint", "master-addr"):
             host = launch.options.get(name, "")
             if _LITERAL_HOST.fullmatch(host) and not host.startswith("localhost"):
-                yield Found("endpoint-fixed", script.where(host[:20], launch.command.line), host.partition(":")[0])
+                yield Fault("endpoint-fixed", script.where(host[:20], launch.command.line), host.partition(":")[0])

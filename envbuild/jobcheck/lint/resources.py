@@ -23,7 +23,7 @@ from envbuild.jobcheck.lint.launch import (
     is_program,
     starts_training,
 )
-from envbuild.jobcheck.lint.script import NOUNSET, PER_NODE, Found, ParsedScript, option_set
+from envbuild.jobcheck.lint.script import NOUNSET, PER_NODE, Fault, ParsedScript, option_set
 from envbuild.jobcheck.lint.shell import CONTAINERS, LAUNCHERS, WORDS, Command
 
 # Bindings that leave a task more than one core.
@@ -45,7 +45,7 @@ _OPEN_MPI = re.compile(r"open-?mpi|\bompi|OMPI_|orterun|--(?:map-by|bind-to)\b|-
 _SLOTS = re.compile(r"host|machinefile|oversubscribe|rankfile|:ppn", re.IGNORECASE)
 
 
-def of_steps(script: ParsedScript) -> Iterator[Found]:
+def of_steps(script: ParsedScript) -> Iterator[Fault]:
     """Find srun steps without the job's CPUs."""
     asked = script.directive("--cpus-per-task", "-c")
     several = asked is not None and (whole_number(asked[1]) or 2) > 1
@@ -76,7 +76,7 @@ def of_steps(script: ParsedScript) -> Iterator[Found]:
         command for command in steps if any(TRAINS.fullmatch(posixpath.basename(word)) for word in command.words)
     ]
     for srun in (trainings or steps or others)[-1:]:
-        yield Found("cpus-not-passed", srun.line)
+        yield Fault("cpus-not-passed", srun.line)
 
 
 def _is_step(command: Command) -> bool:
@@ -94,7 +94,7 @@ def _is_step(command: Command) -> bool:
     )
 
 
-def of_cpus(script: ParsedScript) -> Iterator[Found]:
+def of_cpus(script: ParsedScript) -> Iterator[Fault]:
     """Find torchruns with fewer CPUs than ranks."""
     cpus = script.facts.cpus(script.directives) if script.facts else None
     if cpus is None or script.undivided:
@@ -120,18 +120,18 @@ def of_cpus(script: ParsedScript) -> Iterator[Found]:
         each = cpus if value in told_cpus else whole_number(value) or 0
         if each > 1 and each * max(most, 1) > cpus and (most or script.gpus or script.trains):
             value = f"{most or 1} rank{'s' * (most > 1)} of {each} threads, {cpus} CPU{'s' * (cpus != 1)}"
-            yield Found("threads-many", line, value)
+            yield Fault("threads-many", line, value)
     for command, ranks in started:
         if ranks >= 2 * max(cpus, 1) and not command.file:
             # Sites may give each GPU some CPUs, where the job asks for none.
             certain = script.directive("--cpus-per-task", "-c", "--cpus-per-gpu") or not script.has_steps
             value = f"{ranks} ranks, {cpus} CPU{'s' * (cpus != 1)}"
-            yield Found("cpus-missing", command.line, value, level="" if certain else "hint")
+            yield Fault("cpus-missing", command.line, value, level="" if certain else "hint")
             return
     trains = [command for command in script.commands if starts_training(command) and not command.file]
     trains = [command for command in trains if not _BOUND.search(" ".join(command.words))]
     if script.gpus and cpus == 1 and trains and "num_workers=0" not in script.text:
-        yield Found("cpus-missing", trains[0].line, "1 CPU for a training and its data loaders", level="hint")
+        yield Fault("cpus-missing", trains[0].line, "1 CPU for a training and its data loaders", level="hint")
 
 
 def _ranks(script: ParsedScript, launch: Launch) -> int:
@@ -147,7 +147,7 @@ def _ranks(script: ParsedScript, launch: Launch) -> int:
     return launch.ranks
 
 
-def of_ranks(script: ParsedScript) -> Iterator[Found]:
+def of_ranks(script: ParsedScript) -> Iterator[Fault]:
     """Find numbers of ranks that do not match the GPUs, and unused GPUs."""
     gpus, has_nproc = script.gpus, re.search("nproc", script.text, re.IGNORECASE) is not None
     shown = sorted((command.line, value) for command, value in script.exported("CUDA_VISIBLE_DEVICES"))
@@ -168,9 +168,9 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
         )
         if ranks > most:
             chosen: Literal["", "warning"] = "warning" if seen > gpus > 0 else ""  # GPUs of the script's own choice
-            yield Found("ranks-exceed-gpus", script.where("nproc", line), f"{ranks} ranks, {most} GPUs", level=chosen)
+            yield Fault("ranks-exceed-gpus", script.where("nproc", line), f"{ranks} ranks, {most} GPUs", level=chosen)
         elif 0 < ranks < most and (not seen or most == gpus) and alone and launch.complete:
-            yield Found("one-rank", line, f"{ranks} of {gpus}")
+            yield Fault("one-rank", line, f"{ranks} of {gpus}")
     tasks = [
         command
         for command in script.commands
@@ -184,17 +184,17 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
         and "ntasks-per-gpu" not in script.text
         and not own.search(" ".join(tasks[-1].words))
     ):
-        yield Found("ranks-exceed-gpus", tasks[-1].line, f"{script.tasks} tasks, {gpus} GPUs", level="warning")
+        yield Fault("ranks-exceed-gpus", tasks[-1].line, f"{script.tasks} tasks, {gpus} GPUs", level="warning")
     for line, value in shown if script.facts and gpus > 0 and not script.whole_nodes else ():
         if re.fullmatch(r"\d{1,2}(?:,\d{1,2})*", value) and max(map(int, value.split(","))) >= gpus:
-            yield Found("device-missing", line, value, f"{gpus} GPU{'s' * (gpus > 1)}")
+            yield Fault("device-missing", line, value, f"{gpus} GPU{'s' * (gpus > 1)}")
     fixed = [row for row in shown if script.facts and re.fullmatch(r"\d{1,2}(?:,\d{1,2})*", row[1])]
-    yield from (Found("devices-fixed", *row) for row in fixed[:1] if len({value for _, value in shown}) == 1)
+    yield from (Fault("devices-fixed", *row) for row in fixed[:1] if len({value for _, value in shown}) == 1)
     several = gpus > 1 or any(launch.ranks > 1 for launch in script.launches)
     exports = [(step.line, value) for step, value in script.exported("CUDA_VISIBLE_DEVICES") if not _for_one(step)]
     for line, value in exports if several and len({value for _, value in exports}) == 1 else ():
         if re.fullmatch(r"\d(?:,\d)*", value) and len(value.split(",")) in {1, *range(2, gpus)}:
-            yield Found("one-gpu-visible", line, value)
+            yield Fault("one-gpu-visible", line, value)
     if gpus > 1 and not script.launches and script.kind != "shell":
         plain = [command for command in script.commands if is_plain_training(command)]
         others = any(
@@ -210,7 +210,7 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
         known = plain
         plain = plain or [command for command in script.commands if is_program(command, _OTHER_STEPS)]
         if plain and not others:
-            yield Found("one-process", plain[-1].line, str(gpus), level=level if known else "hint")
+            yield Fault("one-process", plain[-1].line, str(gpus), level=level if known else "hint")
     nodes = script.nodes[1] if script.nodes else 1
     steps = [step for step in script.commands if step.program in ("srun", *_MPIRUN) and starts_training(step)]
     for command in steps if len(steps) == 1 and gpus and not (script.launches or steps[0].file) else ():
@@ -219,18 +219,18 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
         odd = 0 < asked != gpus * nodes and (asked > 1 or command.program != "srun")
         if odd and "python" in " ".join(command.words):
             kind = "one-rank" if asked < gpus * nodes else "ranks-exceed-gpus"
-            yield Found(kind, command.line, value, program=command.program, level="hint")
+            yield Fault(kind, command.line, value, program=command.program, level="hint")
     for command in script.commands:
         options = before_program([*command.words]) if command.program == "jsrun" else []
         in_set, ranks = (whole_number(next(option_values(options, (name,)), "1")) or 1 for name in ("-g", "-a"))
         if in_set > 1 and ranks == 1 and is_plain_training(_stepped(command)) and not command.file:
-            yield Found("one-process", command.line, str(in_set), level="hint")
+            yield Fault("one-process", command.line, str(in_set), level="hint")
     asked_ranks = [(step, _ranks_asked(script, step)) for step in script.commands if not step.file and script.gpus]
     for command, ranks in [row for row in asked_ranks if row[1]][:1] if not script.several else ():
         if ranks > gpus:
-            yield Found("ranks-exceed-gpus", command.line, f"{ranks} ranks, {gpus} GPUs", level="warning")
+            yield Fault("ranks-exceed-gpus", command.line, f"{ranks} ranks, {gpus} GPUs", level="warning")
         elif ranks < gpus and sum(count > 0 for _, count in asked_ranks) == 1 and not shown:
-            yield Found("one-rank", command.line, f"{ranks} of {gpus}", program=command.program)
+            yield Fault("one-rank", command.line, f"{ranks} of {gpus}", program=command.program)
 
 
 def _ranks_asked(script: ParsedScript, command: Command) -> int:
@@ -252,7 +252,7 @@ def _stepped(command: Command) -> Command:
     return replace(command, words=words)
 
 
-def of_requests(script: ParsedScript) -> Iterator[Found]:
+def of_requests(script: ParsedScript) -> Iterator[Fault]:
     """Find requests that do not give each node the resources that its ranks need."""
     words = [word for _, line in script.directives for word in line]
     nodes = script.nodes[1] if script.nodes else 1
@@ -261,31 +261,31 @@ def of_requests(script: ParsedScript) -> Iterator[Found]:
     whole_gpus = whole_number(of_job[1].rpartition(":")[2]) if of_job else None
     own = re.search(r"--(?:gpus-per-(?:node|task)|gres|exclusive|ntasks-per-gpu)|gpu:", text)
     if of_job and whole_gpus and nodes > 1 and not (own or script.undivided) and whole_gpus < 8 * nodes:
-        yield Found("gpus-uneven", of_job[0], of_job[1], str(nodes))
+        yield Fault("gpus-uneven", of_job[0], of_job[1], str(nodes))
     asks = [(line, f"{' '.join(row)} ".replace("gpus-per-node", "gpu")) for line, row in script.directives]
     counts = {match[1]: line for line, row in asks if (match := _COUNT.search(row))}
     if len(counts) > 1:
-        yield Found("gpus-differ", max(counts.values()), " and ".join(counts))
+        yield Fault("gpus-differ", max(counts.values()), " and ".join(counts))
     least = script.directive("--ntasks", "-n")
     if script.has_steps and least and 0 < (whole_number(least[1]) or 0) < nodes:
-        yield Found("nodes-reduced", least[0], least[1], str(nodes))
+        yield Fault("nodes-reduced", least[0], least[1], str(nodes))
     total = script.directive("--ntasks", "-n") if script.has_steps else None
     many = (whole_number(total[1]) or 0) if total else 0
     if total and many > nodes > 1 and many % nodes:
-        yield Found("tasks-uneven", total[0], total[1], str(nodes))
+        yield Fault("tasks-uneven", total[0], total[1], str(nodes))
     placed = script.directive("--nodes", "-N", *PER_NODE) or script.launchers_work
     if total and many > 1 and script.launches and not placed:
-        yield Found("tasks-spread", total[0], total[1])
+        yield Fault("tasks-spread", total[0], total[1])
     elif total and many > 1 and not placed and any(is_program(command, _OTHER_STEPS) for command in script.commands):
-        yield Found("tasks-spread", total[0], total[1], program="python", level="hint")
+        yield Fault("tasks-spread", total[0], total[1], program="python", level="hint")
     given = script.directive(*PER_NODE, "--ntasks", "-n") if script.has_steps and script.trains else None
     if given and placed and script.tasks > 1 and not (_TASKS.search(script.code) or script.submits or script.texts):
-        yield Found("tasks-unused", given[0], str(script.tasks))
+        yield Fault("tasks-unused", given[0], str(script.tasks))
     chunks = re.search(r"\bselect=(\d{1,5}):\S{0,200}?\bngpus=(\d{1,3})", text)
     together = chunks is not None and int(chunks[1]) > 1 and 0 < int(chunks[2]) < 4
     starts = script.launches or script.launchers_work
     if together and starts and not re.search(r"scatter|excl|host=", text) and not script.is_cray:
-        yield Found("chunks-together", script.nodes[0] if script.nodes else 1)
+        yield Fault("chunks-together", script.nodes[0] if script.nodes else 1)
     limited = (script.tasks or script.nodes) and "OMPI_MCA" not in script.text
     if script.has_steps and limited:
         every = whole_number(total[1]) if total and not script.nodes else None
@@ -298,10 +298,10 @@ def of_requests(script: ParsedScript) -> Iterator[Found]:
             asked = next(option_values(options, (*_COUNTS, "-c")), "") if command.program in _MPIRUN else ""
             if (whole_number(asked) or 0) > slots and not _SLOTS.search(" ".join(options)):
                 value = f"{asked} ranks, {slots} slot{'s' * (slots != 1)}"
-                yield Found("slots-missing", command.line, value, level="" if open_mpi and certain else "warning")
+                yield Fault("slots-missing", command.line, value, level="" if open_mpi and certain else "warning")
 
 
-def of_placement(script: ParsedScript) -> Iterator[Found]:
+def of_placement(script: ParsedScript) -> Iterator[Fault]:
     """Find steps that request more or fewer nodes than the job has, and ranks that no option distributes over nodes."""
     nodes = script.nodes[1] if script.nodes else 0
     computes = _COMPUTES.search(script.text) is not None
@@ -309,7 +309,7 @@ def of_placement(script: ParsedScript) -> Iterator[Found]:
     names = script.directive("--nodelist", "-w")
     listed = len(_expanded_hosts(names[1])) if names else 0
     if names and 0 < nodes < listed:
-        yield Found("nodelist-longer", names[0], str(listed), str(nodes))
+        yield Fault("nodelist-longer", names[0], str(listed), str(nodes))
     for command in script.commands:
         words = script.variables.expanded(command.words)
         if command.file:
@@ -317,10 +317,10 @@ def of_placement(script: ParsedScript) -> Iterator[Found]:
         if command.program == "srun" and nodes and script.has_steps:
             asked = whole_number(next(option_values(before_program(words), ("--nodes", "-N")), "")) or 0
             if asked > nodes and not re.search(r"--(?:jobid|het-group)", " ".join(words)):
-                yield Found("step-exceeds-job", command.line, f"{asked} nodes", str(nodes))
+                yield Fault("step-exceeds-job", command.line, f"{asked} nodes", str(nodes))
             count = whole_number(next(option_values(words, ("--num_nodes", "--num-nodes")), ""))
             if count and count != nodes and not asked and starts_training(command):  # Lightning's, by convention
-                yield Found("nodes-differ", command.line, str(count), str(nodes), "the program", level="warning")
+                yield Fault("nodes-differ", command.line, str(count), str(nodes), "the program", level="warning")
         if command.program == "srun" and script.has_steps and script.directives:
             yield from _step(script, command, before_program(words), asks)
         in_chunks = script.facts is not None and script.facts.chunks
@@ -329,36 +329,36 @@ def of_placement(script: ParsedScript) -> Iterator[Found]:
             placed = re.search(r"mpiprocs|ppn|perhost|ppr:|map-by|--?host|oversubscribe", f"{words}{asks}")
             each = whole_number(next(option_values(words, ("--ppn", "-ppn", "-perhost")), ""))
             if (whole_number(ranks) or 0) > nodes and starts_training(command) and script.gpus > 1 and not placed:
-                yield Found("ranks-unplaced", command.line, ranks, str(nodes))
+                yield Fault("ranks-unplaced", command.line, ranks, str(nodes))
             elif each and each > 1 and (whole_number(ranks) or each + 1) <= each and starts_training(command):
-                yield Found("idle-nodes", command.line, nodes=str(nodes), program="mpiexec")
+                yield Fault("idle-nodes", command.line, nodes=str(nodes), program="mpiexec")
             elif each and 1 < (whole_number(ranks) or 0) < each * nodes and starts_training(command):
                 value = f"{ranks} of {each * nodes}"
-                yield Found("one-rank", command.line, value, program="mpiexec", level="hint")
+                yield Fault("one-rank", command.line, value, program="mpiexec", level="hint")
         sets = next(option_values(before_program(words), ("-n", "--nrs", "-np")), "")
         alone = sets == "1" and nodes > 1 and command.program in ("jsrun", "ibrun") and not command.background
         if alone and starts_training(command):
-            yield Found("idle-nodes", command.line, nodes=str(nodes), program=command.program)
+            yield Fault("idle-nodes", command.line, nodes=str(nodes), program=command.program)
         if command.program == "jsrun" and computes:
             options = before_program(words)
             given = any(re.match(r"-g|--gpu_per_rs|-U|--erf_input|-S|--smpiargs", word) for word in options)
             trains = starts_training(command) and not set(words) & ASKS
             if trains and not given and not any(word.startswith("$") for word in options):
-                yield Found("jsrun-gpus", command.line)
+                yield Fault("jsrun-gpus", command.line)
 
 
-def _step(script: ParsedScript, command: Command, options: list[str], asks: str) -> Iterator[Found]:
+def _step(script: ParsedScript, command: Command, options: list[str], asks: str) -> Iterator[Fault]:
     """Find a step of srun that asks for GPUs or tasks that the job does not have."""
     gpus = next(option_values(options, ("--gres", "--gpus", "-G", "--gpus-per-node", "--gpus-per-task")), "")
     # The command line may tell more, and some systems give out whole nodes.
     if re.search(r"[1-9]", gpus) and not (script.gpus or re.search(r"gpu|excl|tres|gres", asks)):
-        yield Found("step-exceeds-job", command.line, f"GPUs ({gpus})", "none", level="hint")
+        yield Fault("step-exceeds-job", command.line, f"GPUs ({gpus})", "none", level="hint")
     tasks = whole_number(next(option_values(options, ("--ntasks", "-n")), "")) or 0
     each = whole_number((script.directive("--cpus-per-task", "-c") or (0, "1"))[1]) or 1
     most = max(script.tasks, 1) * max(1, script.nodes[1] if script.nodes else 1)
     if tasks > most * each and not re.search(r"excl|--overcommit|-O\b|--jobid", f"{asks} {options}"):
         level: Literal["warning", "hint"] = "warning" if script.tasks else "hint"
-        yield Found("step-exceeds-job", command.line, f"{tasks} tasks", str(most), level=level)
+        yield Fault("step-exceeds-job", command.line, f"{tasks} tasks", str(most), level=level)
 
 
 def _expanded_hosts(text: str) -> list[str]:
@@ -373,13 +373,13 @@ def _expanded_hosts(text: str) -> list[str]:
     return hosts
 
 
-def of_optional_variables(script: ParsedScript) -> Iterator[Found]:
+def of_optional_variables(script: ParsedScript) -> Iterator[Fault]:
     """Find variables of the scheduler that are not set, because the directive that sets them is missing."""
     optional = script.facts.optional if script.facts else {}
     unknown = WORDS["unknown_variables"] - script.values.keys() if script.has_steps else frozenset()
     for command in script.commands if unknown else ():
         names = [name for groups in _EMPTY.findall(" ".join(command.texts)) for name in groups if name in unknown]
-        yield from (Found("variable-unknown", command.line, name) for name in names[:1])
+        yield from (Fault("variable-unknown", command.line, name) for name in names[:1])
     unset = {name for name, own in optional.items() if name not in script.values and not script.directive(*own)}
     strict = option_set(script, NOUNSET)
     for command in script.commands if unset else ():
@@ -394,11 +394,11 @@ def of_optional_variables(script: ParsedScript) -> Iterator[Found]:
                 # Without any number, all of them stand on the command line.
                 asks = script.nodes or script.tasks or script.gpus or script.directive("--cpus-per-task", "-c")
                 value = f"{name} without {optional[name][0]}"
-                yield Found("option-variable", command.line, value, level="" if asks else "hint")
+                yield Fault("option-variable", command.line, value, level="" if asks else "hint")
                 return
 
 
-def of_single_nodes(script: ParsedScript) -> Iterator[Found]:
+def of_single_nodes(script: ParsedScript) -> Iterator[Fault]:
     """Find DeepSpeed launchers that are started on each node, so that each trains alone."""
     for command in script.commands if script.several and script.has_steps else ():
         text = " ".join(script.variables.expanded(command.words))
@@ -407,11 +407,11 @@ def of_single_nodes(script: ParsedScript) -> Iterator[Found]:
             r"--(?:hostfile|num_nodes|no_ssh|node_rank|include|force_multi)|-H |-N ?1 |--nodes[= ]1 ", text
         )
         if started and not has_nodes and not (command.file or "DLTS_HOSTFILE" in script.text):
-            yield Found("nodes-missing", command.line, nodes=script.several, program="deepspeed", level="warning")
+            yield Fault("nodes-missing", command.line, nodes=script.several, program="deepspeed", level="warning")
             return
 
 
-def of_idle_nodes(script: ParsedScript) -> Iterator[Found]:
+def of_idle_nodes(script: ParsedScript) -> Iterator[Fault]:
     """Find trainings without torchrun that use only the first of several nodes."""
     if script.nodes is None or script.nodes[1] < 2 or script.launches or script.launchers_work:
         return
@@ -425,5 +425,5 @@ def of_idle_nodes(script: ParsedScript) -> Iterator[Found]:
         )
         if (known or is_program(command, _OTHER_STEPS) or inside) and not (command.file or "ray" in script.passed):
             level: Literal["", "hint"] = "" if known else "hint"
-            yield Found("idle-nodes", command.line, nodes=str(script.nodes[1]), program=command.program, level=level)
+            yield Fault("idle-nodes", command.line, nodes=str(script.nodes[1]), program=command.program, level=level)
             return

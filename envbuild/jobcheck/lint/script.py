@@ -41,7 +41,7 @@ _SHARED = re.compile(r"small|shared|dev|debug|interactive")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Fault:
     """Fault in a line of a script, with the values for its message; `level` overrides the fault's default."""
 
     id: str

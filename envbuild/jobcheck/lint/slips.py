@@ -13,7 +13,7 @@ from typing import Literal
 from envbuild.jobcheck.lint.directives import option_values
 from envbuild.jobcheck.lint.launch import TRAINS
 from envbuild.jobcheck.lint.rendezvous import GIVEN, sets_elsewhere
-from envbuild.jobcheck.lint.script import ERREXIT, NOUNSET, Found, ParsedScript, guarded, option_set
+from envbuild.jobcheck.lint.script import ERREXIT, NOUNSET, Fault, ParsedScript, guarded, option_set
 from envbuild.jobcheck.lint.shell import WORDS
 
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
@@ -78,18 +78,18 @@ _OF_PROGRAMS = re.compile(
 _QUOTES = frozenset(["awk", "sed", "perl", "jq", "bash", "sh", "csh", "envsubst", "xargs", "find", "trap", "python"])
 
 
-def of_directives(script: ParsedScript) -> Iterator[Found]:
+def of_directives(script: ParsedScript) -> Iterator[Fault]:
     """Find directives that the scheduler does not read, and environments that srun does not inherit."""
     if script.writes:  # with the values of this one, by a shell that has no first line here
         return
     lines = [line for line, words in script.directives if words[:1] and words[0].startswith("-")]
     strict = script.facts is not None and script.facts.strict
     if strict and lines and not _INTERPRETER.fullmatch(script.lines[0].rstrip()):
-        yield Found("no-interpreter", lines[0])
+        yield Fault("no-interpreter", lines[0])
     bash = re.search(r"\[\[ |\(\(|<<<|<\(|\w=\(|\$\{\w+\[", script.text)
     shell = script.facts.shell if script.facts else ""
     if shell and lines and not (script.lines[0].startswith("#!") or script.directive(shell)):
-        yield Found("no-interpreter", lines[0], level="warning" if lines[0] == 1 and bash else "hint")
+        yield Fault("no-interpreter", lines[0], level="warning" if lines[0] == 1 and bash else "hint")
     expands = script.facts.expands if script.facts else None
     for line, words in script.directives if expands is not None else ():
         names = [name for name in _VARIABLE.findall(" ".join(words)) if not re.fullmatch(expands or "-", name)]
@@ -97,43 +97,43 @@ def of_directives(script: ParsedScript) -> Iterator[Found]:
             # A variable that the script does not set is one of a template.
             harms = strict and name in script.values and not re.match(r"--(?:output|error)\b|-[oe]$", words[0])
             label = _LABELS.match("".join(words[:1]))
-            yield Found("directive-variable", line, name, level="" if harms and not label else "warning")
+            yield Fault("directive-variable", line, name, level="" if harms and not label else "warning")
     own = [row for row in script.directives if row[1] and script.lines[row[0] - 1].startswith("#SBATCH")]
     for line, words in own:
         option = words[0].partition("=")[0].lstrip("-") if words[0].startswith("--") else ""
         options = WORDS["sbatch_options"] if re.fullmatch(r"[a-z-]{2,30}", option) else ()
         if options and not any(name.startswith(option) for name in options):
             alike = any(_is_misspelt(option, name) or (len(name) > 2 and name in option) for name in options)
-            yield Found("option-unknown", line, f"--{option}", level="" if alike else "hint")  # or a plugin's
+            yield Fault("option-unknown", line, f"--{option}", level="" if alike else "hint")  # or a plugin's
     asked = [(line, words, words[0].partition("=")[0]) for line, words in own]
     for number, (line, words, option) in enumerate(asked):
         if option in _SINGLE and any(row[2] == option and row[1] != words for row in asked[number + 1 :]):
-            yield Found("directive-repeated", line, option)
+            yield Fault("directive-repeated", line, option)
             break
     last = max((command.line for command in script.commands), default=0)
     for line, words in script.late:  # some keep directives for later at the end
         doubtful = line > last or _LABELS.match(words[0]) is not None
-        yield Found("directive-ignored", line, level="warning" if doubtful else "")
+        yield Fault("directive-ignored", line, level="warning" if doubtful else "")
 
 
-def of_shell(script: ParsedScript) -> Iterator[Found]:
+def of_shell(script: ParsedScript) -> Iterator[Fault]:
     """Find missing line continuations, options after the program, and unset variables under set -u."""
     for before, then in pairwise(script.commands):
         option = "".join(then.words[:1]).partition("=")[0]
         begins = _OPTION.fullmatch(option) and script.lines[then.line - 1].lstrip().startswith(option)
         # Behind an operator it is a condition of [[ … ]], before a parenthesis a pattern of `case`.
         if begins and not (then.file or then.started_by) and then.end not in (")", "|") and len(before.end) < 2:
-            yield Found("line-not-continued", then.line, option)
+            yield Fault("line-not-continued", then.line, option)
             break
         alone = before.program == "srun" and all(re.match(r"--?[a-z]", word) for word in before.words[1:])
         split = alone and before.end == "\n" and before.words[1:] and TRAINS.fullmatch(then.program)
         if split and not (before.file or before.started_by):
-            yield Found("line-not-continued", then.line, then.program)
+            yield Fault("line-not-continued", then.line, then.program)
             break
         # A setting of Hydra, or the rest of a list of folders: no program has such a name.
         rest = _SETTING.match("".join(then.words[:1])) if not (then.file or then.started_by) else None
         if rest and len(before.end) < 2 and script.lines[then.line - 1].lstrip().startswith(rest[0]):
-            yield Found("line-not-continued", then.line, rest[0])
+            yield Fault("line-not-continued", then.line, rest[0])
             break
     for command, then in pairwise(script.commands):
         shell = then.program in _SHELLS or (then.program.startswith("python") and then.words[1:] in ((), ("-",)))
@@ -142,21 +142,21 @@ def of_shell(script: ParsedScript) -> Iterator[Found]:
         text = command.words[-1] if command.program in _SHELLS and "-c" in command.words else ""
         if piped or read or re.match(r"\$\((?:curl|wget) ", text):
             level: Literal["", "hint"] = "hint" if guarded(script, command.line) else ""
-            yield Found("remote-code", command.line, (then if read else command).program, level=level)
+            yield Fault("remote-code", command.line, (then if read else command).program, level=level)
     for launch in script.launches:
         names = WORDS["torchrun_options"] | {name.replace("-", "") for name in WORDS["torchrun_options"]}
         wrong = [name for name in launch.options if not any(option.startswith(name) for option in names)]
         plain = [name for name in wrong if re.fullmatch(r"[a-z][a-z\d.-]*", name) and launch.program == "torchrun"]
         for name in plain[:1]:
-            yield Found("option-misplaced", script.where(name.replace("-", "_"), launch.command.line), f"--{name}")
+            yield Fault("option-misplaced", script.where(name.replace("-", "_"), launch.command.line), f"--{name}")
         late = [word for word in launch.rest[1:] if _TORCHRUNS.fullmatch(word) and word in launch.command.words]
         if late and launch.rest[0].endswith(".py") and launch.program == "torchrun":
-            yield Found("options-late", script.where(late[0], launch.command.line), late[0])
+            yield Fault("options-late", script.where(late[0], launch.command.line), late[0])
         module = {"no-python", "m", "module"} & launch.options.keys()
         # A variable may hold torchrun in one branch of an `if`, and python in the other.
         own = launch.program == "torchrun" and re.search(r"torchrun|torch\.dist", " ".join(launch.command.words))
         if re.fullmatch(r"python[\d.]*", "".join(launch.rest[:1])) and own and not module:
-            yield Found("python-twice", launch.command.line, launch.rest[0])
+            yield Fault("python-twice", launch.command.line, launch.rest[0])
     if not option_set(script, NOUNSET):
         return
     known = set()
@@ -164,52 +164,52 @@ def of_shell(script: ParsedScript) -> Iterator[Found]:
         if command.program in ("module", "ml", "source", "."):
             known.add("LD_LIBRARY_PATH")
         if _ACTIVATES.search(" ".join(command.words)) and not command.file:
-            yield Found("unset-variable", command.line, f"a variable of {command.words[-1]}", level="hint")
+            yield Fault("unset-variable", command.line, f"a variable of {command.words[-1]}", level="hint")
         for match in () if command.file else _BARE.finditer(" ".join(command.texts)):
             name = match[2]
             if name not in known:
                 known.add(name)
-                yield Found("unset-variable", command.line, name, level="" if script.facts else "hint")
+                yield Fault("unset-variable", command.line, name, level="" if script.facts else "hint")
         known |= {name.rstrip("+") for name, _ in command.assignments}
 
 
-def of_lines(script: ParsedScript) -> Iterator[Found]:
+def of_lines(script: ParsedScript) -> Iterator[Fault]:
     """Find settings that a script lacks."""
     if (script.kind != "shell" or script.launches) and not option_set(script, ERREXIT):
-        yield Found("error-ignored", 1)
+        yield Fault("error-ignored", 1)
     real = [launch for launch in script.launches if not launch.command.file]
     if real and "OMP_NUM_THREADS" not in script.text:
-        yield Found("threads", real[0].command.line)
+        yield Fault("threads", real[0].command.line)
     text = "\n".join(line for line in script.lines if not line.startswith("#"))
     requeue = script.facts.requeue if script.facts else frozenset()
     saves = requeue and real and re.search("snapshot|checkpoint|resume", text, re.I)
     options = {word for _, words in script.directives for word in words}
     if saves and options and not options & requeue:
-        yield Found("requeue", script.directives[0][0])
+        yield Fault("requeue", script.directives[0][0])
 
 
-def of_comments(script: ParsedScript) -> Iterator[Found]:
+def of_comments(script: ParsedScript) -> Iterator[Fault]:
     """Find commented-out directives whose request nothing else makes."""
     spaced = [(number, match[1]) for number, line in enumerate(script.lines, 1) if (match := _SPACED.match(line))]
     if not script.directives:
-        yield from (Found("directive-comment", *row) for row in spaced[: len(spaced) > 1])
+        yield from (Fault("directive-comment", *row) for row in spaced[: len(spaced) > 1])
         return
     options = {word.partition("=")[0] for _, words in script.directives for word in words[:1]}
     alone = [row for row in spaced if row[1].partition("=")[0] not in options]
-    yield from (Found("directive-comment", *row, level="hint") for row in alone[:1])
+    yield from (Fault("directive-comment", *row, level="hint") for row in alone[:1])
     for number in range(1, script.directives[-1][0] + 8):
         match = _MARKER.match(script.lines[number - 1]) if number <= len(script.lines) else None
         marker = match[1] if match else ""
         if match and marker not in _MARKERS and "".join(sorted(marker)) in _SORTED:
-            yield Found("directive-comment", number, f"#{marker} {match[2]}")
+            yield Fault("directive-comment", number, f"#{marker} {match[2]}")
     asked = any(word.startswith(("--gres", "--gpu", "-G")) for _, words in script.directives for word in words)
     asked |= "python" not in script.text
     for number in range(script.directives[0][0], 0 if asked else script.directives[-1][0]):
         if match := _WITHOUT_NAME.match(script.lines[number - 1]):
-            yield Found("directive-comment", number, match[1])
+            yield Fault("directive-comment", number, match[1])
 
 
-def of_placeholders(script: ParsedScript) -> Iterator[Found]:
+def of_placeholders(script: ParsedScript) -> Iterator[Fault]:
     """Find placeholder names of a guide that the user has not replaced."""
     for line, words in script.directives:
         text = " ".join(words)
@@ -219,11 +219,11 @@ def of_placeholders(script: ParsedScript) -> Iterator[Found]:
         for word in placeholders[:1]:  # {name} is what a program fills in
             filled = re.match(r"\W*\{\{|\{\w+\}", word.strip()) and not given
             level: Literal["", "hint"] = "hint" if filled else ""
-            yield Found("placeholder", line, word.strip(), level=level)
+            yield Fault("placeholder", line, word.strip(), level=level)
     for number, text in script.code_lines:
         if (match := _GAPS.search(text)) and not _EXAMPLES.search(text):
             level = "hint" if match[0].startswith("{{") else ""
-            yield Found("placeholder", number, match[match.lastindex or 0].strip(), level=level)
+            yield Fault("placeholder", number, match[match.lastindex or 0].strip(), level=level)
     for command in script.commands:
         if command.file or command.program in _PRINTS or command.program in _QUOTES - {"python"}:
             continue
@@ -235,18 +235,18 @@ def of_placeholders(script: ParsedScript) -> Iterator[Found]:
         if re.fullmatch(r"[A-Z]+(?:_[A-Z]+)+", folder) and _FOLDERS.search(folder):
             placeholders.append(folder)
         for text in placeholders[:1]:
-            yield Found("placeholder", script.where(text, command.line), text)
+            yield Fault("placeholder", script.where(text, command.line), text)
 
 
-def of_blocks(script: ParsedScript) -> Iterator[Found]:
+def of_blocks(script: ParsedScript) -> Iterator[Fault]:
     """Find compound commands and quotes that nothing closes, so that the shell refuses the script."""
     first = "".join(script.lines[:1])
     shell = (script.kind != "shell" or first.startswith("#!")) and not _OTHER_SHELL.match(first)
     for opening, line in script.blocks[-1:] if shell else ():
-        yield Found("syntax-error", line, opening.replace("{", "a brace"))
+        yield Fault("syntax-error", line, opening.replace("{", "a brace"))
 
 
-def of_assignments(script: ParsedScript) -> Iterator[Found]:
+def of_assignments(script: ParsedScript) -> Iterator[Fault]:
     """Find lines that look like assignments but are not."""
     for command in script.commands:
         words = command.words[1:] if command.words[:1] in (("export",), ("env",)) else command.words[:1]
@@ -255,11 +255,11 @@ def of_assignments(script: ParsedScript) -> Iterator[Found]:
             # export "$NAME"="$VALUE" of a loop over names; declare takes the name of its variable from another one.
             named = f'"{word[:2]}' in line or _DECLARES.search(line) is not None
             if not command.file and not named and _DOLLAR.fullmatch(word.partition("=")[0]) and "=" in word:
-                yield Found("assignment-malformed", command.line, word.partition("=")[0] + "=")
+                yield Fault("assignment-malformed", command.line, word.partition("=")[0] + "=")
                 break
         started = _started(command.words) if command.program == "srun" and not command.file else ""
         if _PREFIX.match(started):
-            yield Found("assignment-malformed", command.line, started.partition("=")[0] + "=")
+            yield Fault("assignment-malformed", command.line, started.partition("=")[0] + "=")
         name = (
             _HELD.fullmatch(command.words[0])
             if command.words and "eval" not in script.lines[command.line - 1]
@@ -270,14 +270,14 @@ def of_assignments(script: ParsedScript) -> Iterator[Found]:
         # In bash -c "$CMD" the other shell takes it for an assignment.
         if begins and not (command.file or command.around):
             level: Literal["", "warning"] = "" if len(begins) == len(held) else "warning"
-            yield Found("assignment-malformed", command.line, f"{begins[0]}=", level=level)
+            yield Fault("assignment-malformed", command.line, f"{begins[0]}=", level=level)
         line = script.lines[command.line - 1]
         spaced = command.words[1:2] == ("=",) and re.fullmatch(r"[A-Za-z_]\w*", command.words[0])
         spaced = spaced and re.search(rf"\b{command.words[0]}\s+=\s", line)
         if spaced and not (
             command.file or command.started_by or command.words[0] in ("test", "let", "expr", "alias", "set")
         ):
-            yield Found("assignment-malformed", command.line, f"{command.words[0]} =")
+            yield Fault("assignment-malformed", command.line, f"{command.words[0]} =")
 
 
 def _started(words: tuple[str, ...]) -> str:
@@ -286,7 +286,7 @@ def _started(words: tuple[str, ...]) -> str:
     return next((word for before, word in pairs if word[:1] != "-" and (before[:1] != "-" or "=" in before)), "")
 
 
-def of_operators(script: ParsedScript) -> Iterator[Found]:
+def of_operators(script: ParsedScript) -> Iterator[Fault]:
     """Find shell operators in variables that are run as commands."""
     for command in script.commands:
         names = [
@@ -300,11 +300,11 @@ def of_operators(script: ParsedScript) -> Iterator[Found]:
             held = script.held.get(name, ())[-_MOST:]
             matches = [match for text in held if (match := _OPERATOR.search(text)) and "$(" not in text]
             if matches and len(matches) == len(held):
-                yield Found("operator-quoted", command.line, matches[0][1])
+                yield Fault("operator-quoted", command.line, matches[0][1])
                 return
 
 
-def of_signals(script: ParsedScript) -> Iterator[Found]:
+def of_signals(script: ParsedScript) -> Iterator[Fault]:
     """Find traps for the signal before the time limit that bash runs never or too late."""
     signal = script.directive("--signal")
     waits = any(command.program == "wait" or command.end == "&" for command in script.commands)
@@ -315,11 +315,11 @@ def of_signals(script: ParsedScript) -> Iterator[Found]:
             continue
         steps = signal is not None and not re.match(r"R?B", signal[1])
         if steps or not waits:
-            yield Found("signal-late", signal[0] if signal and steps else command.line)
+            yield Fault("signal-late", signal[0] if signal and steps else command.line)
             return
 
 
-def of_names(script: ParsedScript) -> Iterator[Found]:
+def of_names(script: ParsedScript) -> Iterator[Fault]:
     """Find misspelt or undefined commands, and variables that exist only in another case."""
     if not script.facts:
         return
@@ -341,7 +341,7 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
         # Before ) or | it is a pattern of `case`.
         if unknown and name not in defined and name not in seen and command.end not in (")", "|"):
             seen.add(name)
-            yield Found("command-unknown", command.line, name)
+            yield Fault("command-unknown", command.line, name)
         texts = [
             ("", command.words if name not in _QUOTES else ()),
             *command.assignments,
@@ -352,7 +352,7 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
                 continue
             if read in commented and read not in seen and not elsewhere and _in_word(read, command.texts):
                 seen.add(read)
-                yield Found("variable-commented", script.where(match[0], command.line), read)
+                yield Fault("variable-commented", script.where(match[0], command.line), read)
                 continue
             similar = squeezed.get(read.replace("_", "").rstrip("S"), read)
             unset = not (elsewhere or read in script.values or read in seen or GIVEN.fullmatch(read))
@@ -360,10 +360,10 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
             other |= read[-1] == "_" and read.rstrip("_") in script.values  # $START_$END
             if unset and other:
                 seen.add(read)
-                yield Found("variable-case", script.where(match[0], command.line), read)
+                yield Fault("variable-case", script.where(match[0], command.line), read)
             elif read in others and own.lower() != read and not read.endswith("_proxy"):
                 others.remove(read)
-                yield Found("variable-case", script.where(match[0], command.line), read)
+                yield Fault("variable-case", script.where(match[0], command.line), read)
             elif (
                 unset
                 and len(read) > 3 + (read.islower() or read == "WORK")
@@ -374,7 +374,7 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
                 seen.add(read)
                 alike = [name for name in script.values if _is_misspelt(read, name)]
                 level: Literal["warning", "hint"] = "warning" if alike and read.islower() else "hint"
-                yield Found("variable-unset", script.where(match[0], command.line), read, level=level)
+                yield Fault("variable-unset", script.where(match[0], command.line), read, level=level)
 
 
 def _is_misspelt(name: str, other: str) -> bool:
@@ -392,7 +392,7 @@ def _in_word(name: str, texts: tuple[str, ...]) -> bool:
     return re.search(part, " ".join(texts)) is not None
 
 
-def of_unset(script: ParsedScript) -> Iterator[Found]:
+def of_unset(script: ParsedScript) -> Iterator[Fault]:
     """Find variables that are set but not exported."""
     for command in script.commands if script.facts or script.trains else ():
         for name, _ in command.assignments:
@@ -401,4 +401,4 @@ def of_unset(script: ParsedScript) -> Iterator[Found]:
             once = alone and _OF_PROGRAMS.fullmatch(name) and len(re.findall(rf"\b{name}\b", script.text)) == 1
             given = name.startswith("MASTER") and script.launches  # torchrun sets them itself
             if once and not (given or command.file or "set -a" in script.text):
-                yield Found("not-exported", command.line, name)
+                yield Fault("not-exported", command.line, name)

@@ -10,7 +10,7 @@ from itertools import groupby, pairwise
 from typing import Literal
 
 from envbuild.jobcheck.lint.launch import ASKS, is_inside, is_plain_training, is_program, starts_training
-from envbuild.jobcheck.lint.script import ERREXIT, PIPEFAIL, Found, ParsedScript, option_set
+from envbuild.jobcheck.lint.script import ERREXIT, PIPEFAIL, Fault, ParsedScript, option_set
 from envbuild.jobcheck.lint.shell import LAUNCHERS, SUBMITS, WORDS, Command
 
 # A server's jobs end with their time; jswait has the exit code of what it waits for.
@@ -41,7 +41,7 @@ _TEED = re.compile(r"\b(?:python[\d.]*|torchrun|deepspeed|accelerate) [^|]{1,400
 _CHECKS = re.compile(r"\$\?|\|\||&&|\b(?:exit|break|wait|trap|PIPESTATUS)\b|&$", re.MULTILINE)
 
 
-def of_status(script: ParsedScript) -> Iterator[Found]:
+def of_status(script: ParsedScript) -> Iterator[Fault]:
     """Find scripts whose exit code is not the training's, and scripts that end before the training."""
     yield from (
         list(_outer_status(script))
@@ -53,15 +53,15 @@ def of_status(script: ParsedScript) -> Iterator[Found]:
     )
 
 
-def _printed_status(script: ParsedScript) -> Iterator[Found]:
+def _printed_status(script: ParsedScript) -> Iterator[Fault]:
     """Find scripts that check an exit code only to print a message."""
     asked = _COMPARED.search(script.code) if script.facts and not script.submits else None
     conda = "__conda_setup" in script.code  # of `conda init`
     if asked and not (conda or _LEAVES.search(script.code) or option_set(script, ERREXIT)):
-        yield Found("status-lost", script.where(asked[0].strip()), "the message behind it", level="hint")
+        yield Fault("status-lost", script.where(asked[0].strip()), "the message behind it", level="hint")
 
 
-def _outer_status(script: ParsedScript) -> Iterator[Found]:
+def _outer_status(script: ParsedScript) -> Iterator[Fault]:
     stops, pipes = option_set(script, ERREXIT), option_set(script, PIPEFAIL)
     top = _here(script)
     at = max((n for n, command in enumerate(top) if starts_training(command) or _kept(script, command)), default=-1)
@@ -69,12 +69,12 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
         return
     others = [command for command in top[:at] if command.background and command.words[:2] == top[at].words[:2]]
     if script.facts and others and not top[at].background and not re.search("wait|xargs|parallel", script.text):
-        yield Found("ends-early", others[0].line, level="warning")
+        yield Fault("ends-early", others[0].line, level="warning")
         return
     for echo, then in pairwise(top[:at]):
         if echo.program == "echo" and _FAILED.search(" ".join(echo.words)) and then.words in (("exit",), ("exit", "0")):
             level: Literal["", "hint"] = "" if then.words[1:] else "hint"
-            yield Found("status-lost", then.line, "exit 0 after an error", level=level)
+            yield Fault("status-lost", then.line, "exit 0 after an error", level=level)
             return
     end = top[at].line
     while end < len(script.lines) and script.lines[end - 1].endswith("\\"):
@@ -86,17 +86,17 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
     quiet = all(command.program in _MESSAGES or command.program in ("conda", "deactivate", "exit") for command in after)
     piped_group = re.search(r"\}\s*\|", "\n".join(script.lines[top[at].line - 1 :]))  # its reader waits
     if script.kind != "shell" and top[at].background and quiet and not piped_group and "wait" not in script.text:
-        yield Found("ends-early", top[at].line)
+        yield Fault("ends-early", top[at].line)
         return
     if script.facts and top[at].background and "wait" not in script.text and not piped_group:
-        yield Found("status-lost", top[at].line, "the last command, and no wait asks for that", level="hint")
+        yield Fault("status-lost", top[at].line, "the last command, and no wait asks for that", level="hint")
         return
     fails = any(
         command.program in ("exit", "return") and (command.words[1:2] or ("0",)) != ("0",) for command in top[at + 1 :]
     )
     waits = [command for command in after if command.program == "wait"]
     if (fails or stops) and top[at].background and waits and not any(command.words[1:] for command in waits):
-        yield Found("status-lost", waits[0].line, "wait, which is 0")
+        yield Fault("status-lost", waits[0].line, "wait, which is 0")
         return
     while after and after[-1].words == ("exit",):
         after.pop()
@@ -110,7 +110,7 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
     if last is not None and last.program == "wait" and last.words[1:] and not stops:
         rest = "\n".join(script.lines[last.line - 1 :])
         if re.match(r"\s*wait [^|&;\n]+(?:;\s*|\n\s*)done\s*(?:#.*)?\s*\Z", rest):
-            yield Found("status-lost", last.line, "the last of several wait")
+            yield Fault("status-lost", last.line, "the last of several wait")
         return
     if (
         last is None
@@ -129,7 +129,7 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
     )
     if not (fails and (asked or not piped)) and not trapped:
         reported = script.kind == "shell" and not (piped or script.everywhere) and last.program in _MESSAGES
-        yield Found("status-lost", last.line, last.program, level="hint" if reported else "")
+        yield Fault("status-lost", last.line, last.program, level="hint" if reported else "")
 
 
 def _here(script: ParsedScript) -> list[Command]:
@@ -141,7 +141,7 @@ def _here(script: ParsedScript) -> list[Command]:
     ]
 
 
-def _last_step(script: ParsedScript) -> Iterator[Found]:
+def _last_step(script: ParsedScript) -> Iterator[Fault]:
     """Find programs of any name, the last ones of a script, whose exit code a message or a pipe hides."""
     rows = [command for command in _here(script) if command.words and not _ASKED.search(script.lines[command.line - 1])]
     exits = (n for n, command in enumerate(rows, 1) if re.match(r"exit\b", script.lines[command.line - 1]))
@@ -167,7 +167,7 @@ def _last_step(script: ParsedScript) -> Iterator[Found]:
     kept |= step.background or step.end in ("&&", "||") or (step.end in ("|", "|&") and option_set(script, PIPEFAIL))
     kept |= bool(tail) and (tail[-1].program.startswith("-") or _ENDS_WITH.match(" ".join(tail[-1].words)) is not None)
     if tail and not kept:
-        yield Found("status-lost", tail[-1].line, tail[-1].program, level=batch)
+        yield Fault("status-lost", tail[-1].line, tail[-1].program, level=batch)
 
 
 def _is_work(command: Command) -> bool:
@@ -199,14 +199,14 @@ def _kept(script: ParsedScript, command: Command) -> bool:
     )
 
 
-def _inner_status(script: ParsedScript) -> Iterator[Found]:
+def _inner_status(script: ParsedScript) -> Iterator[Fault]:
     """Find trainings in `bash -c "…"` whose exit code the inner shell loses."""
     for command in script.commands:
         for before, word in pairwise(command.words if not (command.file or command.function) else ()):
             text = " ".join(script.variables.expanded([word]))
             shell = re.fullmatch(r"-\w*c", before) or re.match(r"\s*(?:python|torchrun)", word)
             if shell and _TEED.search(text) and "pipefail" not in f"{text}{command.around}{command.words}":
-                yield Found("status-lost", command.line, "tee")
+                yield Fault("status-lost", command.line, "tee")
                 return
     inner = [command for command in script.commands if command.around and not (command.file or command.function)]
     for around, group in groupby(inner, key=lambda command: command.around):
@@ -218,7 +218,7 @@ def _inner_status(script: ParsedScript) -> Iterator[Found]:
         stops = any(re.match(r"-[a-z]*e|errexit", word) for word in options) or "-ec" in around
         pipes = "pipefail" in (*options, *around)
         if first is not None and first.end in (";", "\n") and not stops and not _CHECKS.search(" ".join(around)):
-            yield Found("status-lost", first.line, "the run behind it")
+            yield Fault("status-lost", first.line, "the run behind it")
             return
         # The commands of $(…) in the training's own words follow it in the list.
         if at < 0 or not after or "$(" in " ".join(row[at].words):
@@ -228,11 +228,11 @@ def _inner_status(script: ParsedScript) -> Iterator[Found]:
             last = after[-1] if reported else after[0]
             whole_text = " ".join(last.words)
             text = whole_text if script.where(whole_text, 0) else last.words[-1]  # its quotes can be lost
-            yield Found("status-lost", script.where(text, row[at].line), last.program)
+            yield Fault("status-lost", script.where(text, row[at].line), last.program)
             return
 
 
-def _loop_status(script: ParsedScript) -> Iterator[Found]:
+def _loop_status(script: ParsedScript) -> Iterator[Fault]:
     """Find loops that continue after a failed training, in scripts that do not check its exit code."""
     steps = [
         command for command in script.commands if not (command.file or command.function) and _in_loop(script, command)
@@ -244,7 +244,7 @@ def _loop_status(script: ParsedScript) -> Iterator[Found]:
     before, rest = "\n".join(script.lines[(loops or [line])[-1] : line - 1]), "\n".join(script.lines[line - 1 :])
     inside = re.search(r"\bdone\b", before) is None and re.search(r"^\s*done\b", rest, re.MULTILINE) is not None
     if loops and inside and not _CHECKS.search(f"{before}\n{rest}"):
-        yield Found("status-lost", line, "the loop's last run", level="hint" if script.kind == "shell" else "")
+        yield Fault("status-lost", line, "the loop's last run", level="hint" if script.kind == "shell" else "")
 
 
 def _in_loop(script: ParsedScript, command: Command) -> bool:
@@ -253,13 +253,13 @@ def _in_loop(script: ParsedScript, command: Command) -> bool:
     return plain or (command.program in LAUNCHERS | {"singularity", "apptainer"} and starts_training(command))
 
 
-def _first_of_two(script: ParsedScript) -> Iterator[Found]:
+def _first_of_two(script: ParsedScript) -> Iterator[Fault]:
     """Find runs whose exit code is lost, because another run follows them."""
     runs = [command for command in script.commands if _is_run(script, command)]
     piped = [command for command in runs if command.end in ("|", "|&") and not option_set(script, PIPEFAIL)]
     by_hand: Literal["", "hint"] = "hint" if script.kind == "shell" else ""
     if piped and not _CHECKS.search("\n".join(script.lines[piped[0].line : piped[0].line + 3])):
-        yield Found("status-lost", piped[0].line, "the program behind the pipe", level=by_hand)
+        yield Fault("status-lost", piped[0].line, "the program behind the pipe", level=by_hand)
         return
     if option_set(script, ERREXIT):
         return
@@ -269,7 +269,7 @@ def _first_of_two(script: ParsedScript) -> Iterator[Found]:
         parted = re.search(r"^\s*(?:else|elif|fi|esac|done|;;|\))", between, re.MULTILINE) or _CHECKS.search(between)
         if step.end in ("\n", ";") and not parted:
             level = by_hand if step in runs else "hint"
-            yield Found("status-lost", step.line, f"the run in line {then.line}", level=level)
+            yield Fault("status-lost", step.line, f"the run in line {then.line}", level=level)
             return
 
 
