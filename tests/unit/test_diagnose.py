@@ -637,7 +637,11 @@ _QUOTED = "[rank0]: Last error:"
             ],
             "cuda-toolkit",
         ),
-        (["fatal error: Python.h: No such file or directory"], "extension-build"),
+        (["fatal error: Python.h: No such file or directory"], "compile-header"),
+        (["wheel.cc:1:10: fatal error: 'belt/axle.h' file not found"], "compile-header"),
+        (["wheel.cpp(9): fatal error C1083: Cannot open include file: 'axle.h': No such file"], "compile-header"),
+        (['wheel.cu(2): catastrophic error: cannot open source file "axle.h"'], "compile-header"),
+        (["#error -- unsupported clang version! clang version must be less than 16 are needed"], "compile-host"),
         (["/usr/bin/ld: cannot find -lcuda: No such file or directory"], "extension-build"),
         (["ptxas fatal   : Value 'sm_90a' is not defined for option 'gpu-name'"], "extension-build"),
         (["RuntimeError: Unable to proceed, no resources available."], "deepspeed-hosts"),
@@ -2479,7 +2483,7 @@ def test_words_of_other_loggers_and_languages(lines: list[str], words: str) -> N
     [
         "WARNING [_ops.py:20] Failed to import from belt._C with ModuleNotFoundError(\"No module named 'belt._C'\")",
         "W tensorflow/dso_loader.cc:64] Could not load dynamic library 'libcudart.so.11.0'; dlerror: x",
-        "x.py:128: UserWarning: CUDA initialization: CUDA unknown error - this may be due to a setting",
+        "x.py:128: UserWarning: CUDA initialization: CUDA driver initialization failed, you might not have a CUDA gpu.",
         "/bin/sh: 1: gcc: not found",
     ],
 )
@@ -3254,11 +3258,128 @@ def test_an_exception_that_lets_other_ranks_wait_comes_before_the_time_limit() -
         "cuMemImportFromShareableHandle: imported 3 handles",
         "error asserting ComputeDomain Ready: context canceled",
         "computedomain.resource.nvidia.com/ddp created",
+        "RuntimeError: CUDA unknown error - this may be due to an incorrectly set up environment, e.g. a variable",
+        "RuntimeError: Unexpected error from cudaGetDeviceCount(). Did you run some? Error 999: unknown error",
+        "THCudaCheck FAIL file=belt.cpp line=7 error=30 : unknown error",
+        "RuntimeError: unable to open shared memory object </torch_9_7> in read-write mode: No such file (2)",
+        "a.py:9: UserWarning: CUDA initialization: The NVIDIA driver on your system is too old (found version 11020).",
+        "RuntimeError: [enforce fail at inline_container.cc:337] . unexpected pos 64 vs 0",
+        "ERROR: Unexpected segmentation fault encountered in worker.",
+        "W0101 07:00:00.1 8 torch/distributed/redirects.py:29] NOTE: Redirects are currently not supported in Windows.",
     ],
 )
 def test_a_line_without_a_reason_or_with_a_way_on_claims_no_cause(line: str) -> None:
     found = diagnose([("log", [line, "item 7"])], load_rules()).findings
     assert [one.id for one in found if one.kind == "cause"] == []
+
+
+_TOO_OLD = (
+    "a.py:9: UserWarning: CUDA initialization: The NVIDIA driver on your system is too old (found version 11020)."
+)
+
+
+@pytest.mark.parametrize(
+    ("lines", "ids"),
+    [
+        ([_TOO_OLD, "item 7"], ["driver-noted"]),
+        ([_TOO_OLD, _EPOCH], []),
+        ([_TOO_OLD, "RuntimeError: No CUDA GPUs are available"], ["driver-warned", "no-gpu"]),
+        # The call order is the reason, not another MPI.
+        (
+            [
+                "*** The MPI_Bcast() function was called after MPI_FINALIZE was invoked.",
+                "[n1:7] Local abort after MPI_FINALIZE started completed successfully",
+            ],
+            ["mpi-order"],
+        ),
+        (
+            ["Attempting to use an MPI routine (internal_Comm_size) before initializing or after finalizing MPICH"],
+            ["mpi-order"],
+        ),
+        # The pipes of multiprocessing lead to no rank, and their ends are no damaged file.
+        (["BrokenPipeError: [Errno 32] Broken pipe", "    _error_if_any_worker_fails()"], []),
+        (["    reduction.dump(process_obj, to_child)", "BrokenPipeError: [Errno 32] Broken pipe"], []),
+        (["[rank1]: BrokenPipeError: [Errno 32] Broken pipe"], ["peer-lost"]),
+        (["    self = pickle.load(from_parent)", "EOFError: Ran out of input"], ["child-start"]),
+        (["    return pickle.load(file)", "EOFError: Ran out of input"], ["data-damaged"]),
+        # A package whose own way of compiling fails is installed in another way.
+        (["belt.c:1:9: fatal error: axle.h: No such file or directory", "Successfully installed belt-1.0"], []),
+        (
+            [
+                "RuntimeError: unable to open shared memory object </torch_9_7> in read-write mode: Too many open files (24)"
+            ],
+            ["open-files"],
+        ),
+        (['    raise _env_error("WORLD_SIZE")'], ["rank-unset"]),
+        (["    def _env_error(var):"], []),
+        (["FloatingPointError: Loss became infinite or NaN at iteration=7!"], ["loss-nan"]),
+        (['    f"Loss became infinite or NaN at iteration={storage.iter}!"'], []),
+    ],
+)
+def test_what_is_alike_is_told_apart(lines: list[str], ids: list[str]) -> None:
+    assert told(*lines) == ids
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "belt.c:1:9: fatal error: axle.h: No such file or directory",
+        "belt.cc:1:9: fatal error: 'axle.h' file not found",
+        "host_config.h:9:2: error: #error -- unsupported GNU version! gcc versions later than 9 are not supported!",
+        "nvcc fatal   : Unsupported gpu architecture 'compute_99'",
+    ],
+)
+def test_a_program_may_do_without_what_did_not_compile(line: str) -> None:
+    found = diagnose([("log", [line, *_TRACEBACK])], load_rules())
+    assert found.exception[-1].text == _TRACEBACK[-1]
+    assert {one.kind for one in found.findings} == {"symptom"}
+    needed = [line, *_TRACEBACK[:-1], "RuntimeError: Error building extension 'belt'"]
+    found = diagnose([("log", needed)], load_rules())
+    assert found.verdict == "cause" and found.findings[0].id.startswith("compile-")
+
+
+def test_a_child_whose_parent_failed_does_not_speak_for_the_program() -> None:
+    child = [*_FRAMES[:2], '  File "/usr/lib/python3.11/multiprocessing/spawn.py", line 132, in _main']
+    child += ["    self = reduction.pickle.load(from_parent)", "EOFError: Ran out of input"]
+    assert exception(_TRACEBACK[0], *child, *_TRACEBACK)[-1] == _TRACEBACK[-1]
+
+
+def test_a_message_says_what_each_rank_does() -> None:
+    log = diagnose(read_logs([str(DATA / "logs/collectives-differ.log")]), load_rules()).findings[0]
+    assert "rank 0 is in SequenceNumber=16150, OpType=ALLREDUCE, TensorShape=[497464352], rank 1 in" in log.cause
+    assert log.cause.endswith("TensorShape=[344502304]")
+
+
+def test_a_message_is_not_quoted_from_the_source_that_raises_it() -> None:
+    raised = (
+        "    raise ValueError('Expected more than 1 value per channel when training, got input size {}'.format(size))"
+    )
+    message = "ValueError: Expected more than 1 value per channel when training, got input size torch.Size([1, 8, 1])"
+    found = diagnose([("log", [raised, message])], load_rules()).findings
+    assert found[0].cause.endswith("torch.Size([1, 8, 1])")
+
+
+@pytest.mark.parametrize(
+    ("indent", "last"),
+    [
+        ("", "  MemoryError"),
+        ("", "  KeyError: 'x'"),
+        ("    ", "MemoryError"),
+        ("    ", "     MemoryError"),
+        ("    ", "KeyError: 'x'"),
+        ("\t", "MemoryError"),
+    ],
+)
+def test_an_indented_exception_ends_its_traceback(indent: str, last: str) -> None:
+    lines = ["Reading belts", *(indent + line for line in (_TRACEBACK[0], *_FRAMES, last)), "", "Done"]
+    assert exception(*lines)[-1] == last.strip()
+    source = ["    raise (", "        KeyError", "    )"]
+    assert exception(_TRACEBACK[0], *_FRAMES[:3], *source, "OSError: no")[-1] == "OSError: no"
+
+
+def test_a_traceback_may_begin_behind_the_figures_of_a_bar() -> None:
+    bar = "Epoch 2:  40%|████      | 16/40 [00:02<00:04,  9.2batch/s, loss=0.35, val_loss=0.42]"
+    assert exception(bar + _TRACEBACK[0], *_TRACEBACK[1:]) == [_TRACEBACK[n].strip() for n in (1, 2, 4, 5, -1)]
 
 
 @pytest.mark.parametrize("refusal", ["/etc/belt.sh: No such file or directory", "belt: command not found"])

@@ -51,7 +51,9 @@ _RELAYS = re.compile(
     r"|Caught \w{1,60} in (?:DataLoader worker|replica|pin memory)|is killed by signal: Terminated"
     r"|(?:Engine core|WorkerProc) initialization failed|EngineDeadError|Background loop has errored"
     r"|Engine (?:loop|process) (?:has died|failed)|One or more workers? failed|^Exception: *$|BackendCompilerFailed"
+    r"|BrokenPipeError: \[Errno 32\]"
 )
+_FROM_PARENT = "pickle.load(from_parent)"
 # Timestamps, which differ between the lines of a traceback and are removed from their prefixes.
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[T ][\d:.,]+|\d\d:\d\d:\d\d[\d.,]*")
 # pydantic's exception names the field in the next line, and the reason behind it.
@@ -72,7 +74,7 @@ NAMED_EXCEPTION = re.compile(
 # Lines after which scripts and programs mostly continue: a refusal of a command, or a note of a library.
 REMARK = re.compile(
     r"\bslurm(?:stepd|d)\S{0,60}: error: |\b(?:ModuleNotFound|Import)Error: |\bNo module named '|was compiled without"
-    r"|compiled using NumPy 1\.x"
+    r"|compiled using NumPy 1\.x|\bnvcc fatal|\bunsupported \w{3,9} version! |\bfatal error(?:: '| C1083: )"
     r"|: (?:(?:command )?not found|No such file or directory|Permission denied)\s*$|\bNCCL INFO |\bOpenBLAS |\bkernel: "
     r"|^(?:\S{1,60}: )?(?:tee|mkdir|cp|mv|ln|git|fatal|ssh|scp|rsync|curl|wget|wandb|nvidia-smi)\b.{0,40}: |^which: no "
     r"|^Host key verification failed|^Failed to initialize NVML|^No devices were found|\bslurm_\w{3,40}\b.{0,9} error: "
@@ -107,7 +109,7 @@ _ERROR_LINE = re.compile(
     r"|\bforrtl: (?:severe|error) "
 )
 _REFUSAL = re.compile(
-    r"^(?!.*(?:[Ww]arn|WARN|errno: 97 |\bINFO\b|\bDEBUG\b))"
+    r"^(?!.*(?:[Ww]arn|WARN|errno: 97 |\bINFO\b|\bDEBUG\b|NOTE: Redirects))"
     r".*\b(?:[Uu]nable to|[Cc]annot|[Cc]ould not|[Cc]ouldn't|[Cc]an't|[Ff]ailed to"
     r"|exiting\b(?! without)|[Aa]borting|must (?:be|not)|not (?:found|supported|permitted)"
     r"|has no attribute '|but current state is|[Dd]enied|[Rr]efused|No such"
@@ -191,7 +193,7 @@ class _Open:
     """Traceback whose exception has not been read: its last frame, and the last frame in the program's own files.
 
     `name` is the exception in IPython's header, `boxed` whether rich's box is open, `bare` whether the previous line is
-    a frame without indentation.
+    a frame without indentation, `indent` the indentation of the last frame.
     """
 
     last: list[Line] = field(default_factory=list)
@@ -203,6 +205,7 @@ class _Open:
     name: str = ""
     boxed: bool = False
     bare: bool = False
+    indent: int = 0
 
 
 @dataclass(slots=True)
@@ -309,6 +312,7 @@ class Exceptions:
         trace.lines += 1
         text = plain[len(prefix) :]
         match, belongs = _exception(trace, line, text, before)
+        match = match or _indented_exception(trace, text, whole=prefix.isspace())
         if match is not None or trace.lines > _LONGEST:
             del self._open[prefix]
         if match is None:
@@ -322,7 +326,9 @@ class Exceptions:
             self.best.marks.update(marks)
             self._after = _After(prefix, _is_open(text), chain=True)
             return True
-        weight = Weight.RELAY if _RELAYS.search(text) else Weight.ENDED
+        # A child of multiprocessing whose parent failed has its exception from that.
+        relayed = _RELAYS.search(text) or any(_FROM_PARENT in row.text for row in trace.last)
+        weight = Weight.RELAY if relayed else Weight.ENDED
         lines = tuple(dict.fromkeys((*trace.own, *trace.last, line)))
         self._propose(Words(weight, lines, order, set(marks)), prefix, text)
         return True
@@ -406,6 +412,7 @@ def _exception(trace: _Open, line: Line, text: str, before: str) -> tuple[re.Mat
     if frame or text[:1] in (" ", "\t") or trace.bare:
         if frame:
             trace.launcher |= _LAUNCHER.search(frame["file"]) is not None
+            trace.indent = len(text) - len(text.lstrip())
             trace.last = [line]
             if not _LIBRARY.search(frame["file"]):
                 trace.own = trace.last
@@ -420,6 +427,22 @@ def _exception(trace: _Open, line: Line, text: str, before: str) -> tuple[re.Mat
     if text.strip():
         trace.framed = False
     return ended, not text.strip()
+
+
+def _indented_exception(trace: _Open, text: str, *, whole: bool) -> re.Match[str] | None:
+    """Return the match of an exception that is indented and ends `trace`, a traceback of Python with its frames.
+
+    An exception is indented no further than the frame before it, or has no message in a traceback that is indented as
+    a `whole`; the lines of a frame's source are indented further.
+    """
+    stripped = text.lstrip()
+    if len(trace.last) < 2 or stripped == text or trace.boxed or trace.name:
+        return None
+    match = _EXCEPTION.match(stripped)
+    if match is None or not match["name"].endswith(_USUAL) or match["name"].endswith("Warning"):
+        return None
+    further = len(text) - len(stripped) > trace.indent
+    return match if not further or (whole and match.end() == len(stripped)) else None
 
 
 def _in_frame_of_others(trace: _Open, line: Line, text: str, before: str) -> tuple[re.Match[str] | None, bool]:

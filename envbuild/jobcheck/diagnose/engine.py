@@ -49,8 +49,7 @@ _RARE = 1
 # The shapes that are remembered, and their characters in all.
 _MOST, _MOST_CHARACTERS = 100_000, 16 << 20
 _SHORTEST = 3
-# Shorter ends of texts are in too many other words.
-_END_SIZE = 4
+_END_SIZE = 4  # shorter ends of texts are in too many other words
 _KEPT = 4  # lines of evidence per pattern
 _SHOWN = 240  # characters of a line of evidence
 _VALUES = 1000  # different values per group
@@ -70,6 +69,7 @@ _LAST_ERROR = "Last error:"
 _FINISHED = "worker group successfully finished"
 _SHAPES_KEPT = 64  # per pattern
 _DIGITS = re.compile(r"\d+")
+_SOURCE = re.compile(r"\.format\(|\{[\w.]*\}['\"]")  # a line of source that raises a message, and not the message
 
 
 def _encoded(text: str) -> bytes:
@@ -521,10 +521,10 @@ def _forms(text: str) -> tuple[str, ...]:
 
 def _keep(seen: _Seen, match: re.Match[str], line: Line, start: int) -> None:
     for group, value in match.groupdict().items():
-        if not seen.groups.get(group):
+        if not seen.groups.get(group) or (value and _SOURCE.search(seen.groups[group])):
             # Loaders print paths by way of $ORIGIN: /env/torch/lib/../../nvidia/cudnn/lib/libcudnn.so.9
             plain = os.path.normpath(value) if value and value.startswith("/") and "/../" in value else value
-            seen.groups.setdefault(group, (plain or "")[:_LONGEST])
+            seen.groups[group] = (plain or "")[:_LONGEST]
     # Lines that differ only in numbers (times, process IDs) count as the same.
     if len(seen.kept) < _KEPT and (like := (line.file, start, _DIGITS.sub("0", line.text))) not in seen.alike:
         if len(seen.alike) < _SHAPES_KEPT:
