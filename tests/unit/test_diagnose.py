@@ -477,6 +477,7 @@ _QUOTED = "[rank0]: Last error:"
             "pod-sandbox",
         ),
         (["MemoryError"], "cpu-memory"),
+        (["      MemoryError"], "cpu-memory"),
         (["terminate called after throwing an instance of 'std::bad_alloc'"], "cpu-memory"),
         (["found NaN in local forward loss calculation"], "loss-nan"),
         (["Fatal error in PMPI_Init_thread: Other MPI error, error stack:"], "mpi-init"),
@@ -3333,9 +3334,9 @@ def test_a_program_may_do_without_what_did_not_compile(line: str) -> None:
     found = diagnose([("log", [line, *_TRACEBACK])], load_rules())
     assert found.exception[-1].text == _TRACEBACK[-1]
     assert {one.kind for one in found.findings} == {"symptom"}
-    needed = [line, *_TRACEBACK[:-1], "RuntimeError: Error building extension 'belt'"]
-    found = diagnose([("log", needed)], load_rules())
-    assert found.verdict == "cause" and found.findings[0].id.startswith("compile-")
+    for last in ("RuntimeError: Error building extension 'belt'", "torch._inductor.exc.CppCompileError: C++ error"):
+        found = diagnose([("log", [line, *_TRACEBACK[:-1], last])], load_rules())
+        assert found.verdict == "cause" and found.findings[0].id.startswith("compile-")
 
 
 def test_a_child_whose_parent_failed_does_not_speak_for_the_program() -> None:
@@ -3362,12 +3363,12 @@ def test_a_message_is_not_quoted_from_the_source_that_raises_it() -> None:
 @pytest.mark.parametrize(
     ("indent", "last"),
     [
-        ("", "  MemoryError"),
+        ("", "  NotImplementedError"),
         ("", "  KeyError: 'x'"),
-        ("    ", "MemoryError"),
-        ("    ", "     MemoryError"),
+        ("    ", "NotImplementedError"),
+        ("    ", "     NotImplementedError"),
         ("    ", "KeyError: 'x'"),
-        ("\t", "MemoryError"),
+        ("\t", "NotImplementedError"),
     ],
 )
 def test_an_indented_exception_ends_its_traceback(indent: str, last: str) -> None:
