@@ -1,5 +1,6 @@
 """Settings for all tests."""
 
+import fcntl
 import gc
 import os
 import shutil
@@ -29,6 +30,17 @@ settings.register_profile(
 # Of `tests/run --fast`.
 settings.register_profile("fast", settings.get_profile("envbuild"), max_examples=25)
 settings.load_profile("envbuild")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect in one worker before the others: on a fresh machine, each would compile all modules itself."""
+    with Path(__file__).open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        return (yield)
 
 
 def pytest_collection_finish() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cases import each_case
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,19 +88,19 @@ def is_first_in_its_log(rule: DiagnosisRule) -> None:
     assert not re.search(r"\{\w+\}", found[0].cause + found[0].hint)
 
 
-@pytest.mark.parametrize("rule", rules(provoked=True), ids=lambda rule: rule.id)
+@each_case("rule", rules(provoked=True), ids=lambda rule: rule.id)
 def test_the_cause_that_was_provoked_is_found_first(rule: DiagnosisRule) -> None:
     is_first_in_its_log(rule)
 
 
-@pytest.mark.parametrize("rule", rules(provoked=False), ids=lambda rule: rule.id)
+@each_case("rule", rules(provoked=False), ids=lambda rule: rule.id)
 def test_the_cause_is_found_first_in_lines_from_its_source_not_provoked_here(rule: DiagnosisRule) -> None:
     is_first_in_its_log(rule)
     first = logs_of(rule.id)[0].read_text().splitlines()[0]
     assert first.startswith("# ")
 
 
-@pytest.mark.parametrize("path", sorted((DATA / "logs").glob("*.*.log")), ids=lambda path: path.stem)
+@each_case("path", sorted((DATA / "logs").glob("*.*.log")), ids=lambda path: path.stem)
 def test_the_cause_is_found_first_in_what_other_programs_print(path: Path) -> None:
     found = of(path).findings
     assert [one.id for one in found][:1] == [path.stem.partition(".")[0]]
@@ -245,7 +246,7 @@ _BOUND = (
 _EPOCH = "[rank0]: Epoch 1 | loss 1.9"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "lines",
     [
         [_ASKING, _NO_WAY, _BOUND, _EPOCH],
@@ -308,7 +309,7 @@ def test_the_name_of_an_error_that_begins_like_another_ones_is_not_its() -> None
 _QUOTED = "[rank0]: Last error:"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("lines", "cause"),
     [
         ([_QUOTED, "[rank0]: Cuda failure 101 'invalid device ordinal'"], "gpu-ordinal"),
@@ -1016,7 +1017,7 @@ def test_the_cause_of_other_programs_words(lines: list[str], cause: str) -> None
     assert told(*lines)[0] == cause
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("line", "cause"),
     [
         (
@@ -1469,7 +1470,7 @@ def test_the_cause_of_what_frameworks_raise(line: str, cause: str) -> None:
     assert told(line)[0] == cause
 
 
-@pytest.mark.parametrize(
+@each_case(
     "line",
     [
         "n1:1:1 [0] NCCL INFO socketPollConnect: connect returned Connection refused, retrying (3/34) after sleep for 300 msec",
@@ -1784,7 +1785,7 @@ def test_no_cause_hides_behind_a_consequence() -> None:
             assert found[0].id == rule.id, rule.id
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("lines", "cause"),
     [
         (["srun: error: n1: task 0: Segmentation fault"], "worker-crashed"),
@@ -2050,7 +2051,7 @@ def test_a_claim_says_no_more_than_the_line() -> None:
     assert "step-program" not in told(tool)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("line", "rule", "unproved"),
     [
         (
@@ -2147,7 +2148,7 @@ def test_a_cause_claims_nothing_that_its_line_does_not_prove(line: str, rule: st
     assert all(unproved not in one.cause for one in found)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("line", "words"),
     [
         ("srun: error: Unable to create step for job 7: Memory required by task is not available", "Memory required"),
@@ -2199,7 +2200,7 @@ def test_the_names_in_a_checkpoint_tell_whether_its_model_was_wrapped(keys: list
     assert says in diagnose([("log", keys)], load_rules()).findings[0].cause
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("lines", "rule", "words"),
     [
         (
@@ -2658,7 +2659,7 @@ def test_an_exception_is_found_in_tracebacks_of_other_forms(prefix: str, lines: 
     assert all("File" not in line and "y.py" not in line for line in found[1:2])
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("lines", "shown"),
     [
         # Messages of several lines.
@@ -2923,7 +2924,7 @@ def test_the_constant_text_of_a_pattern_is_in_all_that_it_matches() -> None:
             assert any(text in line for text in pattern.needles), pattern
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("regex", "texts"),
     [
         (r"abc", ["abc"]),
@@ -3097,7 +3098,7 @@ def test_only_the_last_pod_of_a_copied_log_is_judged(monkeypatch: pytest.MonkeyP
 # ---- several jobs in a folder
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "number"),
     [
         ("ddp_1001.out", "1001"),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cases import each_case
 from lab.commands import PAGES, TOP
 
 # Shorter lines may say the same on two pages: a command, a row of a table.
@@ -22,7 +23,7 @@ def name(page: Path) -> str:
     return str(page.relative_to(TOP))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@each_case("page", PAGES, ids=name)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
@@ -44,7 +45,7 @@ def test_pages_that_code_and_data_name_exist() -> None:
     assert named == set()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@each_case("page", PAGES, ids=name)
 def test_no_note_to_an_editor_is_left(page: Path) -> None:
     assert not re.search(r"<!--[^>]*(section|docs/)", page.read_text(encoding="utf-8"))
 
@@ -72,12 +73,12 @@ def paragraphs(text: str) -> Iterator[str]:
             lines.append(line.strip())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@each_case("page", PAGES, ids=name)
 def test_no_paragraph_is_longer_than_five_lines_of_100_columns(page: Path) -> None:
     assert [one for one in paragraphs(page.read_text(encoding="utf-8")) if len(one) > 500] == []
 
 
-@pytest.mark.parametrize("page", PAGES[1:], ids=name)
+@each_case("page", PAGES[1:], ids=name)
 def test_each_page_says_first_who_needs_it(page: Path) -> None:
     if page != TOP / "docs/index.md":  # the landing page says it in a section
         heading, first = page.read_text(encoding="utf-8").split("\n\n", 2)[:2]

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from cases import each_case
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -1913,14 +1914,10 @@ PODS: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
 
 
 def flat(cases: dict[str, tuple[list[tuple[str, str]], list[str]]], name: str) -> list[object]:
-    return [
-        pytest.param(fault, text, name, place, id=f"{fault}-{number}")
-        for fault, (bad, _) in cases.items()
-        for number, (text, place) in enumerate(bad)
-    ]
+    return [(fault, text, name, place) for fault, (bad, _) in cases.items() for text, place in bad]
 
 
-@pytest.mark.parametrize(("fault", "text", "name", "place"), [*flat(CASES, "job.sh"), *flat(PODS, "job.yaml")])
+@each_case(("fault", "text", "name", "place"), [*flat(CASES, "job.sh"), *flat(PODS, "job.yaml")])
 def test_a_fault_is_found_in_its_line(fault: str, text: str, name: str, place: str) -> None:
     problem = found(text, fault, name)
     assert problem is not None, ids(text, name)
@@ -1928,7 +1925,7 @@ def test_a_fault_is_found_in_its_line(fault: str, text: str, name: str, place: s
     assert "{" not in (problem.message + problem.hint).replace("${", "")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fault", "text", "name"),
     [
         (fault, text, name)
@@ -2408,7 +2405,7 @@ def test_a_bare_exit_ends_the_script_with_the_code_of_the_training() -> None:
     assert problem is not None and problem.fault.level == "warning"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "fault"),
     [
         (
@@ -2457,7 +2454,7 @@ def test_a_fault_of_a_kind_that_was_missed_is_found(text: str, fault: str) -> No
     assert problem is not None and problem.fault.level != "hint"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "fault"),
     [
         (
@@ -2582,7 +2579,7 @@ def test_sbatch_reads_a_directive_without_a_blank() -> None:
     assert "device-missing" in ids(text)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "fault", "level"),
     [
         (SLURM.replace("set -e", "#SBATCH --job-name=$NAME\nset -e"), "directive-variable", "warning"),
@@ -2633,7 +2630,7 @@ def test_an_error_is_one_for_every_program_and_site(text: str, fault: str, level
     assert problem.fault.level == level
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("before", "launch", "level"),
     [
         ("", "torchrun --nnodes=2 x.py", "error"),
@@ -2663,7 +2660,7 @@ def test_only_what_the_script_alone_proves_is_an_error(before: str, launch: str,
     assert (problem.fault.level if problem else None) == level
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "fault"),
     [
         (
@@ -2792,7 +2789,7 @@ def test_a_template_may_have_variables_and_placeholders() -> None:
         assert {one.fault.level for one in problems} == {"hint"}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "fault", "place"),
     [
         (
@@ -2859,7 +2856,7 @@ def test_a_fault_of_a_blind_set_is_found_in_its_line(text: str, fault: str, plac
 DS = "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --gpus-per-node=4\nset -e\n"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "fault", "place", "level"),
     [
         # placeholders
@@ -2962,7 +2959,7 @@ def test_a_kind_that_strangers_named_is_found(text: str, fault: str, place: str,
     assert problem.fault.level == level
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "fault"),
     [
         (
@@ -3031,7 +3028,7 @@ def test_every_placeholder_of_a_script_is_named() -> None:
 TWO = "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --gpus-per-node=2\nset -eu\n"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "fault", "level"),
     [
         # A variable of the scheduler has its value, and not the default.
