@@ -107,7 +107,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Base]
 Make = Callable[[str, str], Base]
 HOST = os.uname().machine
 OTHER = {"x86_64": "aarch64", "aarch64": "x86_64"}[HOST]
-TARGETS = [("bookworm", HOST), ("trixie", OTHER)]
+TARGETS = [("bookworm", OTHER), ("trixie", HOST)]
 
 
 @pytest.mark.parametrize(("suite", "arch"), TARGETS)
@@ -121,9 +121,9 @@ def test_a_base_is_small_and_the_same_twice(base: Make, suite: str, arch: str, t
     assert again.read_bytes() == made.tar.read_bytes()
 
 
-@pytest.mark.parametrize("suite", ["bookworm", "trixie"])
-def test_programs_run_in_a_base_of_this_architecture(base: Make, suite: str) -> None:
-    made = base(suite, HOST)
+def test_programs_run_in_a_base_of_this_architecture(base: Make) -> None:
+    """Images of the other real tests run on bookworm."""
+    made = base("trixie", HOST)
     assert made.run("/usr/bin/python3", "-c", IMPORTS) == "42 C.UTF-8\n"
     script = (
         "id -un; bash -c 'echo ${BASH_VERSION%%.*}'; awk 'BEGIN{print 6*7}'; which tar; "
@@ -150,7 +150,7 @@ def test_python_of_another_architecture_runs_under_emulation(base: Make) -> None
     emulator = shutil.which(f"qemu-{OTHER}-static")
     if emulator is None:
         pytest.skip(f"qemu-{OTHER}-static is not installed (package qemu-user-static)")
-    made = base("trixie", OTHER)
+    made = base("bookworm", OTHER)
     inside = made.root / "emulator"
     shutil.copy(emulator, inside)
     try:
@@ -234,9 +234,9 @@ def test_mmdebstrap_has_the_same_files(base: Make, tmp_path: Path) -> None:
     """The same packages by name and version; apt adds those that scripts need, which we leave out."""
     if shutil.which("mmdebstrap") is None:
         pytest.skip("mmdebstrap is not installed")
-    made = base("bookworm", "x86_64")
+    made = base("trixie", "x86_64")
     wanted = ",".join(f"{p.name}={p.version}" for p in made.lock.packages)
-    lines = [f"deb {a.url} {a.suite} main" for a in host_archives("bookworm")]
+    lines = [f"deb {a.url} {a.suite} main" for a in host_archives("trixie")]
     subprocess.run(
         [
             "mmdebstrap",
@@ -244,7 +244,7 @@ def test_mmdebstrap_has_the_same_files(base: Make, tmp_path: Path) -> None:
             "--architectures=amd64",
             "--quiet",
             f"--include={wanted}",
-            "bookworm",
+            "trixie",
             tmp_path / "oracle.tar",
             *lines,
         ],
@@ -257,7 +257,7 @@ def test_mmdebstrap_has_the_same_files(base: Make, tmp_path: Path) -> None:
 
 
 def test_versions_are_ordered_as_dpkg_orders_them(base: Make) -> None:
-    versions = sorted({p.version for p in base("bookworm", "x86_64").lock.packages})
+    versions = sorted({p.version for p in base("bookworm", OTHER).lock.packages})
     versions += [v + tail for v in versions[:12] for tail in ("~", "+b1", "a", ".0", "~~x", "-0")]
     pairs = [(a, b) for number, a in enumerate(versions[::3]) for b in versions[number::7]]
     for a, b in pairs:
