@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import pip
 import pytest
 from lab import sources
 from lab.sources import SourceArchive, layer, pack, patch
@@ -234,9 +235,11 @@ def test_a_python_project_is_built_for_the_interpreter_that_is_named(builder: Bu
     archive = builder.pack({"pyproject.toml": project, "backend.py": BACKEND})
     one = builder.layer(archive, system="wheel", configure=("WORD=moin",))
     env = builder.folder / ".env.envbuild-0123abcd"  # in the form of atomic.staging
-    subprocess.run([sys.executable, "-m", "venv", env], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", env], check=True)
     python = str(env / "bin/python")
     version = ".".join(map(str, sys.version_info[:2]))
+    # It takes seconds to install pip.
+    (env / f"lib/python{version}/site-packages/pip").symlink_to(Path(pip.__file__).parent)
     tree = builder(one, python=BuildPython(python, version))
     site = tree / f"lib/python{version}/site-packages"
     told = subprocess.run(
