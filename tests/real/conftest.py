@@ -302,6 +302,35 @@ def subject(pt_cpu: dict[str, Any]) -> Subject:
     return replace(opened, survey=survey)
 
 
+@pytest.fixture(scope="session")
+def launchers(tmp_path_factory: pytest.TempPathFactory, session_store: Path, pt_cpu: dict[str, Any]) -> Path:
+    """An environment with torch, Accelerate, DeepSpeed, and python-etcd for torchrun's rendezvous by etcd.
+
+    The last two have no wheel on their index, so they get one here, as docs/howto/jobs.md tells; DeepSpeed's is built
+    without its compiled operations.
+    """
+    if ARCH != "x86_64":
+        pytest.skip("the recipe of these tests names the x86_64 build of PyTorch")
+
+    def make(place: Path) -> str:
+        built = ["deepspeed==0.19.8", "python-etcd==0.4.5"]
+        line = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", place / "wheels", *built]
+        subprocess.run(line, check=True, env={**os.environ, "DS_BUILD_OPS": "0"})
+        links = f"{os.environ.get('PIP_FIND_LINKS', '')} {place / 'wheels'}".strip()
+        torch = 'requirements = ["torch==2.13.0+cpu"]\nindexes = ["https://download.pytorch.org/whl/cpu"]\n'
+        recipe = make_recipe(
+            place,
+            "launchers",
+            ["accelerate==1.15.0", "numpy==2.2.6", *built],
+            targets=f"[targets.cpu-x86_64]\n{torch}",
+        )
+        command = Command(place, {"ENVBUILD_STORE": str(session_store), "PIP_FIND_LINKS": links})
+        venv = Path(command.json("venv", recipe, "--no-verify")["path"])
+        return str(compiled_once(venv, Path(pt_cpu["path"])))
+
+    return Path(shared(tmp_path_factory, "launchers", make)[1])
+
+
 @pytest.fixture
 def lab(tmp_path: Path) -> Command:
     """The command with its own store, where pip knows one find-links folder and no index at all."""

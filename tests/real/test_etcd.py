@@ -10,8 +10,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -24,8 +22,6 @@ from lab import slurm
 from lab.etcd import etcd
 from lab.manifests import process_of
 from lab.slurm import Cluster, slurm_cluster
-from lab.wheels import make_recipe
-from real.conftest import Command, compiled_once
 from ruamel.yaml import YAML
 
 from envbuild.jobs.model import JobArtifact, JobPlan
@@ -37,7 +33,6 @@ from envbuild.site.settings import Site
 NAME = "meet"
 PODS = (f"{NAME}-worker-0", f"{NAME}-worker-1")
 DIGEST = "sha256:" + "0" * 64
-TORCH = 'requirements = ["torch==2.13.0+cpu"]\nindexes = ["https://download.pytorch.org/whl/cpu"]\n'
 
 
 @dataclass(frozen=True)
@@ -132,27 +127,12 @@ class Pods:
 
 
 @pytest.fixture(scope="module")
-def pods(tmp_path_factory: pytest.TempPathFactory, session_store: Path, pt_cpu: dict[str, Any]) -> Iterator[Pods]:
+def pods(tmp_path_factory: pytest.TempPathFactory, launchers: Path) -> Iterator[Pods]:
     reason = slurm.missing() or lab_etcd.missing()
     if reason is not None:
         pytest.skip(reason)
-    if host_arch() != "x86_64":
-        pytest.skip("the recipe of this test names the x86_64 build of PyTorch")
-    folder = tmp_path_factory.mktemp("pods")
-    wheels = etcd_wheel(folder)
-    recipe = make_recipe(folder, NAME, ["numpy==2.2.6", "python-etcd==0.4.5"], targets=f"[targets.cpu-x86_64]\n{TORCH}")
-    links = f"{os.environ.get('PIP_FIND_LINKS', '')} {wheels}".strip()
-    command = Command(folder, {"ENVBUILD_STORE": str(session_store), "PIP_FIND_LINKS": links})
-    made = command.json("venv", recipe, "--no-verify")
-    with slurm_cluster(folder / "cluster", PODS) as cluster:
-        yield Pods(cluster, compiled_once(Path(made["path"]), Path(pt_cpu["path"])))
-
-
-def etcd_wheel(folder: Path) -> Path:
-    """A folder with the wheel of python-etcd, of which its index has only sources, as docs/howto/jobs.md tells."""
-    line = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder / "wheels"]
-    subprocess.run([*line, "python-etcd==0.4.5"], check=True)
-    return folder / "wheels"
+    with slurm_cluster(tmp_path_factory.mktemp("pods") / "cluster", PODS, share=[launchers]) as cluster:
+        yield Pods(cluster, launchers)
 
 
 def check(report: dict[str, Any], printed: str, backend: str, world: int = 2) -> None:
