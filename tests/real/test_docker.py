@@ -137,27 +137,25 @@ def test_after_a_small_change_only_changed_layers_are_sent(small: Command) -> No
     assert second["layers_sent"] == 2  # the group of small packages, and the record of the whole
 
 
-def test_an_image_that_was_tampered_with_fails_where_it_was(
-    pt_docker: dict[str, Any], docker_daemon: Lab, session_store: Path
-) -> None:
+def test_an_image_that_was_tampered_with_fails_where_it_was(small: Command) -> None:
     from envbuild.contract.verification import VerifySettings
     from envbuild.site.settings import load_site
     from envbuild.verify.containers import BuiltImage, image_subject
     from envbuild.verify.run import verify
 
-    recipe = pt_docker["command"].folder / "recipes/pt_cpu/recipe.toml"
-    image, client, environment = _assembled(recipe, docker_daemon, session_store)
+    made = small.json("docker", "small", "--no-verify")
+    image, client, environment = _assembled(small)
     script = (
-        "cd /opt/env/lib/python3.11/site-packages && echo '# edited' >> tqdm/std.py"
-        " && cp /bin/true tqdm/strange.so && printf '\\050' | dd of=tqdm/strange.so bs=1 seek=18 conv=notrunc"
+        "cd /opt/env/lib/python3.11/site-packages && echo '# edited' >> alpha/__init__.py"
+        " && cp /bin/true alpha/strange.so && printf '\\050' | dd of=alpha/strange.so bs=1 seek=18 conv=notrunc"
         " && echo '# edited' >> /usr/lib/python3.11/calendar.py && chmod u+s /bin/sleep"
         " && printf x >> /usr/lib/python3.11/__pycache__/calendar.cpython-311.pyc"
         " && echo '# edited' >> /usr/lib/python3.11/sitecustomize.py && cp /bin/true /usr/local/bin/torchrun"
         " && mkdir -p /usr/local/lib/more && touch /usr/local/lib/more/libc10.so"
-        " && mv markupsafe /srv && ln -s /srv/markupsafe ."
+        " && mv beta /srv && ln -s /srv/beta ."
     )
     with client:
-        container = client.containers.run(pt_docker["path"], ["sh", "-c", script], detach=True)
+        container = client.containers.run(made["path"], ["sh", "-c", script], detach=True)
         assert container.wait()["StatusCode"] == 0, container.logs()
         broken = container.commit().id
         container.remove()
@@ -167,23 +165,23 @@ def test_an_image_that_was_tampered_with_fails_where_it_was(
         verdict = verify(subject, settings, load_site(environment), environment, print)
         client.images.remove(broken, force=True)
     failed = {check.name: check for check in verdict.checks if check.status == "fail"}
-    assert set(failed) == {"installed", "architecture"} and "tqdm/strange.so is arm" in failed["architecture"].seen
+    assert set(failed) == {"installed", "architecture"} and "alpha/strange.so is arm" in failed["architecture"].seen
     site, library, named = "/opt/env/lib/python3.11/site-packages", "/usr/lib/python3.11", failed["installed"].evidence
     assert set(named["altered"]) == {
-        f"{site}/tqdm/std.py",
+        f"{site}/alpha/__init__.py",
         f"{library}/calendar.py",
         f"{library}/__pycache__/calendar.cpython-311.pyc",
         "/usr/bin/sleep",
-        f"{site}/markupsafe",
+        f"{site}/beta",
         "/etc/python3.11/sitecustomize.py",
     }
     assert {
-        f"{site}/tqdm/strange.so",
+        f"{site}/alpha/strange.so",
         "/usr/local/bin/torchrun",
         "/usr/local/lib/more/libc10.so",
-        "/srv/markupsafe/__init__.py",
+        "/srv/beta/__init__.py",
     } <= set(named["unowned"])
-    assert f"{site}/markupsafe/__init__.py" in named["missing"]
+    assert f"{site}/beta/__init__.py" in named["missing"]
 
 
 class _Client:
@@ -199,7 +197,8 @@ class _Client:
         self.raw.close()
 
 
-def _assembled(recipe: Path, docker_daemon: Lab, session_store: Path) -> tuple[Any, _Client, dict[str, str]]:
+def _assembled(command: Command) -> tuple[Any, _Client, dict[str, str]]:
+    """The image `small` of the command, a client of its daemon, and its variables."""
     import docker as sdk
 
     from envbuild.build.image import prepare_image
@@ -207,9 +206,9 @@ def _assembled(recipe: Path, docker_daemon: Lab, session_store: Path) -> tuple[A
     from envbuild.recipe.load import load_recipe
     from envbuild.run_environment import load_environment
 
-    variables = {**os.environ, "ENVBUILD_STORE": str(session_store), **docker_daemon.environment()}
+    variables = command.variables({})
     environment = load_environment(variables)
-    loaded = load_recipe(recipe)
+    loaded = load_recipe(command.folder / "recipes/small/recipe.toml")
     one = prepare_image(
         loaded, loaded.target("cpu-x86_64")[0], environment, locked=True, offline=False, bytecode=True, log=print
     )
