@@ -303,6 +303,22 @@ def subject(pt_cpu: dict[str, Any]) -> Subject:
 
 
 @pytest.fixture(scope="session")
+def bundle(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> tuple[Command, Path]:
+    """A bundle of pt_minimal, and the command that made it. Builds write into the bundle's store."""
+    env = {"ENVBUILD_STORE": str(session_store)}
+
+    def make(place: Path) -> str:
+        own_copy(command := Command(place, env), "pt_minimal")
+        made = command("bundle", "pt_minimal", "--out", path := place / "pt_minimal")
+        assert made.returncode == 0, made.stderr
+        assert made.stdout.strip() == str(path)
+        return str(path)
+
+    folder, path = shared(tmp_path_factory, "bundle", make)
+    return Command(folder, env), Path(path)
+
+
+@pytest.fixture(scope="session")
 def launchers(tmp_path_factory: pytest.TempPathFactory, session_store: Path, pt_cpu: dict[str, Any]) -> Path:
     """An environment with torch, Accelerate, DeepSpeed, and python-etcd for torchrun's rendezvous by etcd.
 

@@ -13,20 +13,7 @@ from lab import lmod, slurm
 from lab.jobs import Jobs
 from lab.slurm import slurm_cluster
 
-from .conftest import REPOSITORY, Command, own_copy
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> tuple[Command, Path]:
-    """A bundle of pt_minimal, and the command that made it."""
-    folder = tmp_path_factory.mktemp("bundle")
-    command = Command(folder, {"ENVBUILD_STORE": str(session_store)})
-    own_copy(command, "pt_minimal")
-    path = folder / "pt_minimal"
-    made = command("bundle", "pt_minimal", "--out", path)
-    assert made.returncode == 0, made.stderr
-    assert made.stdout.strip() == str(path)
-    return command, path
+from .conftest import REPOSITORY, Command
 
 
 def test_a_bundle_of_the_same_content_is_left_alone_and_one_for_conda_too_is_new(bundle: tuple[Command, Path]) -> None:
@@ -75,7 +62,7 @@ def test_a_job_builds_and_verifies_on_a_node_with_modules_and_without_network_ho
     if reason := slurm.missing():
         pytest.skip(reason)
     python = Path(os.path.realpath(sys.executable)).parent
-    with slurm_cluster(tmp_path / "cluster", share=(session_store,)) as cluster:
+    with slurm_cluster(tmp_path / "cluster", share=(session_store, bundle[0].folder)) as cluster:
         lmod.module_tree(cluster.modules, {"python/3.11": {"PATH": str(python)}})
         jobs = Jobs(cluster, {"ENVBUILD_STORE": str(session_store)})
         jobs.write_site(f'[modules]\ninit = "{lmod.INIT}"\nbuild = ["python/3.11"]\n', HOME="/nonexistent")

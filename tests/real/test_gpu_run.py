@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gpu.steps import STEPS
 
-from .conftest import REPOSITORY, Command, own_copy
+from .conftest import REPOSITORY, Command
 
 # Of each step that a CPU can run, what it must come to.
 VERDICTS = {
@@ -26,11 +26,8 @@ VERDICTS = {
 LEFT_OUT = {"artifact", "repeat"}
 
 
-def test_the_steps_that_cpus_can_run_pass_without_a_network(envbuild: Command, tmp_path: Path) -> None:
-    own_copy(envbuild, "pt_minimal")
-    made = envbuild("bundle", "pt_minimal", "--out", tmp_path / "bundle")
-    assert made.returncode == 0, made.stderr
-    options = ["--device", "cpu", "--bundle", tmp_path / "bundle", "--limit", "1500"]
+def test_the_steps_that_cpus_can_run_pass_without_a_network(bundle: tuple[Command, Path], tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--bundle", bundle[1], "--limit", "1500"]
     options += ["--steps", *(name for name in STEPS if name not in LEFT_OUT)]
     line = [REPOSITORY / "tests/gpu/run", *options, "--out", tmp_path / "report"]
     done = subprocess.run(
