@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from lab.forked import run_forked
 from lab.users import as_nobody
 
 from envbuild.base.errors import UsageError
@@ -22,8 +23,7 @@ HEAVY = ("torch", "docker", "conda_lock", "rattler", "requests", "mousebender", 
 
 
 def run(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "envbuild", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **env})
+    return run_forked(*arguments, cwd=cwd or Path.cwd(), env={**os.environ, **env})
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["venv", "--help"], ["list"], ["show", "pt_cpu"]])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from lab import artifacts as lab
+from lab.forked import run_forked
 
 from envbuild.base.errors import UsageError
 from envbuild.base.packages import channel_name
@@ -373,9 +373,8 @@ def test_the_bill_of_materials_names_conda_packages_with_hash_and_licence(
 
 
 def run(*arguments: str | Path, store: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "envbuild", *map(str, arguments)]
     variables = {"ENVBUILD_STORE": str(store), "HOME": str(store), "PATH": os.environ["PATH"]}
-    return subprocess.run(command, capture_output=True, text=True, env=variables)
+    return run_forked(*map(str, arguments), cwd=Path.cwd(), env=variables)
 
 
 def test_the_commands_show_conda_packages(tmp_path: Path) -> None:

@@ -6,13 +6,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from lab import artifacts as lab
+from lab.forked import run_forked
 
 from envbuild.cli.inspect import diff_command, inspect_command
 from envbuild.contract.manifest import read_manifest, scan, seal, write_manifest
@@ -247,9 +247,8 @@ def test_an_image_without_an_environment_is_compared_by_packages_and_that_is_sai
 
 
 def run(*arguments: str | Path, store: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "envbuild", "diff", *map(str, arguments)]
     variables = {"ENVBUILD_STORE": str(store), "HOME": str(store), "PATH": os.environ["PATH"]}
-    return subprocess.run(command, capture_output=True, text=True, env=variables)
+    return run_forked("diff", *map(str, arguments), cwd=Path.cwd(), env=variables)
 
 
 def test_the_command_exits_with_0_1_or_2_and_bounds_its_output(tmp_path: Path) -> None:

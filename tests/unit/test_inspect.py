@@ -7,8 +7,6 @@ import dataclasses
 import gzip
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lab import artifacts as lab
+from lab.forked import run_forked
 from lab.users import as_nobody
 
 from envbuild.base.errors import BuildError, EnvbuildError, HostError, UsageError
@@ -113,10 +112,8 @@ def folders(files: lab.Files) -> int:
 @pytest.mark.parametrize("as_json", [True, False])
 def test_no_secret_is_shown(tmp_path: Path, blobs: Blobs, as_json: bool) -> None:
     folder = write_image(tmp_path, blobs)["layout"]
-    command = [sys.executable, "-m", "envbuild", "inspect", folder, *["--json"] * as_json]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={"ENVBUILD_STORE": str(tmp_path / "store"), "HOME": str(tmp_path)}
-    )
+    variables = {"ENVBUILD_STORE": str(tmp_path / "store"), "HOME": str(tmp_path)}
+    done = run_forked("inspect", str(folder), *["--json"] * as_json, cwd=tmp_path, env=variables)
     assert done.returncode == 0, done.stderr
     assert "HF_TOKEN" in done.stdout and "hunter2" not in done.stdout + done.stderr
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lab.forked import run_forked
 
 from envbuild.base.errors import UsageError, VerificationError
 from envbuild.build.commit import failed_path
@@ -375,9 +376,7 @@ def test_text_is_escaped_and_made_visible() -> None:
 
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "envbuild", "report", *arguments], capture_output=True, text=True, cwd=cwd
-    )
+    return run_forked("report", *arguments, cwd=cwd, env=os.environ)
 
 
 def test_the_command_writes_one_page_and_prints_its_path(tmp_path: Path) -> None:
