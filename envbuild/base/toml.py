@@ -426,6 +426,7 @@ def _decode_table(cls: Any, value: dict[str, Any], keys: Keys, problems: list[Pr
     return None if problems else cls(**fields_read)
 
 
+@lru_cache(maxsize=128)
 def _fields(cls: Any) -> dict[str, dataclasses.Field[Any]]:
     """Return the fields of the dataclass `cls` that files may set, by the names of their keys."""
     fields = (field for field in dataclasses.fields(cls) if not field.metadata.get("internal"))
@@ -458,6 +459,7 @@ def _add(problems: list[Problem], keys: Keys, problem: str | None) -> None:
         problems.append((keys, f"{_label(keys)}: {problem}"))
 
 
+@lru_cache(maxsize=128)
 def _shape(hint: Any) -> tuple[Any, Any]:
     """Return the base (scalar, dataclass, tuple or dict) of a type hint, and its entry type or choices."""
     origin, args = get_origin(hint), get_args(hint)

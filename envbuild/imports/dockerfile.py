@@ -355,15 +355,12 @@ def _finder(stage: _Stage, workdir: str, mounted: list[tuple[str, list[Path]]]) 
 
     def find(name: str) -> Path | tuple[str, str] | None:
         full_name = posixpath.normpath(posixpath.join(workdir, name))
-        tried: set[tuple[str | Path, ...]] = set()  # a generated Dockerfile may copy the same files hundreds of times
-        for place, paths in [*stage.files, *mounted][::-1]:
+        copies = {(place, *paths): (place, paths) for place, paths in [*stage.files, *mounted][::-1]}
+        for place, paths in copies.values():  # each once: a generated Dockerfile may repeat one hundreds of times
             if isinstance(paths, tuple):
                 if full_name == place:
                     return paths
                 continue
-            if (place, *paths) in tried:
-                continue
-            tried.add((place, *paths))
             inside = full_name.startswith(f"{place.rstrip('/')}/")
             inner = full_name[len(place.rstrip("/")) + 1 :] if inside else ""
             files = [path / inner for path in paths if (inside or full_name == place) and (path / inner).is_file()]

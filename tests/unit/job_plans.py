@@ -83,7 +83,7 @@ ADDRESSES = "eth0 2001:db8::7,eth0 192.0.2.7,hsn0 203.0.113.7,ib0 2001:db8:1::7"
 # Stands in for srun, mpirun, ssh, blaunch, flux and apptainer: says what it was given, and does what they would on
 # `nodes` nodes, all of which are this machine. The programs for nodes are the real ones.
 _LAUNCHER = """\
-#!{python}
+#!{python} -S
 import contextlib, json, os, pathlib, signal, subprocess, sys
 tool, arguments = pathlib.Path(sys.argv[0]).name, sys.argv[1:]
 with open(os.environ["RECORDED"], "ab", buffering=0) as stream:
@@ -127,7 +127,7 @@ for _ in tasks:  # when one fails, the others are ended
 sys.exit(next(filter(None, codes), 0) if tool.startswith("mpi") else max(codes))  # Open MPI's is the first
 """
 _PYTHON = """\
-#!{python}
+#!{python} -S
 import functools, json, os, runpy, subprocess, sys, types
 if "ddp_train.launch" in sys.argv:  # the real one, on a machine with the addresses of $ADDRESSES and the route $SOURCE
     sys.path.insert(0, {repository!r})
