@@ -30,6 +30,7 @@ from .conftest import REPOSITORY, Command
 
 TOOLS = [name for name in ("mksquashfs", "tar2sqfs", "setpriv") if shutil.which(name) is None]
 pytestmark = pytest.mark.skipif(bool(TOOLS), reason=f"not installed: {', '.join(TOOLS)}")
+SPARSE = (4 << 30) + 5  # more than 32 bits count
 COMPRESSORS = ("gzip", "xz", "lz4", "zstd")
 MAKERS = {
     **{name: ["-comp", name] for name in COMPRESSORS},
@@ -208,13 +209,13 @@ def test_files_of_any_size_take_little_memory(tmp_path: Path) -> None:
     tree = tmp_path / "t"
     tree.mkdir()
     (tree / "sparse").touch()
-    os.truncate(tree / "sparse", 6 << 30)
-    (tree / "large").write_bytes(random.Random(3).randbytes(1 << 20) * 200)
-    for number in range(5_000):
+    os.truncate(tree / "sparse", SPARSE)
+    (tree / "large").write_bytes(random.Random(3).randbytes(1 << 20) * 180)
+    for number in range(2_000):
         (tree / f"{number}").write_bytes(b"%d" % number * 20)
     image = tar2sqfs(tree, tmp_path / "image.sqsh", "-c", "lz4", "-b", "1M")
     assert unpack_elsewhere(image, tmp_path / "out") < 150
-    assert (tmp_path / "out/sparse").stat().st_size == 6 << 30
+    assert (tmp_path / "out/sparse").stat().st_size == SPARSE
     assert (tmp_path / "out/sparse").stat().st_blocks == 0
     shutil.rmtree(tmp_path / "out")
 

@@ -37,6 +37,7 @@ pytestmark = [
 ]
 ZSTD = codec_of("zstd")
 TIME = 1_600_000_000
+MANY_ZEROS = (4 << 30) + (2 << 20)  # more than 32 bits count
 Layer = Sequence[tuple[Entry, bytes]]
 
 # No digest is noted here: every file is hashed.
@@ -327,10 +328,10 @@ class Many:
 
 
 def mostly_zeros() -> Iterator[bytes]:
-    """5 GB in one file: 1 MiB of noise in each GiB, all else zeros."""
+    """More than 4 GiB in one file: 1 MiB of noise in each GiB, all else zeros."""
     piece = bytes(1 << 20)
-    yield header(Entry("large", size=5 << 30))
-    for number in range(5 << 10):
+    yield header(Entry("large", size=MANY_ZEROS))
+    for number in range(MANY_ZEROS >> 20):
         yield noise(1 << 20, number) if number % 1024 == 500 else piece
     yield bytes(1024)
 
@@ -382,7 +383,7 @@ def test_large_layers_take_little_memory(which: str, most: int, tmp_path: Path) 
     lines = listing.stdout.splitlines()
     image = (tmp_path / "image").stat().st_size
     if which == "zeros":
-        assert any(str(5 << 30) in line and line.endswith("/large") for line in lines)
+        assert any(str(MANY_ZEROS) in line and line.endswith("/large") for line in lines)
         assert image < 6 << 20
     else:
         assert sum("/f" in line for line in lines) == 100_000

@@ -293,7 +293,8 @@ def trees(draw: st.DrawFn) -> list[tuple[Entry, bytes]]:
 def test_every_reader_sees_the_tree_as_it_was_described(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     codec = codec_of(name)
 
-    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+    # The tables are the same with every compressor.
+    @settings(max_examples=30 if name == "zstd" else 10, deadline=None, suppress_health_check=list(HealthCheck))
     @given(trees(), st.randoms(use_true_random=False), st.booleans())
     def check(tree: list[tuple[Entry, bytes]], chance: random.Random, ends: bool) -> None:
         folder = tmp_path_factory.mktemp("tree")
