@@ -101,7 +101,7 @@ def test_a_job_whose_node_dies_goes_on_from_the_snapshot(jobs: Jobs, pt_cpu: dic
 
 # One rank waits for data that never comes, and the other one for that rank.
 _HANGS = """\
-import datetime, time
+import datetime, os, time
 import torch, torch.distributed as dist
 from ddp_train.flight import record_hangs, write_record
 
@@ -115,6 +115,7 @@ def step():
     dist.all_reduce(torch.ones(7))
 
 step()
+print("rank", dist.get_rank(), "has", os.environ["SLURM_CPUS_ON_NODE"], "CPUs", flush=True)
 if dist.get_rank() == 1:
     load()
 try:
@@ -126,11 +127,17 @@ except RuntimeError:
 
 
 def test_diagnose_names_the_rank_that_a_hung_job_waited_for_and_its_line(jobs: Jobs, pt_cpu: dict[str, Any]) -> None:
+    """And a step has the CPUs that its job has: all of a node that it has alone."""
+    jobs.write_site()
+    jobs.site.write_text(jobs.site.read_text().replace("exclusive = false", "exclusive = true"))
     script = jobs.cluster.shared / "hangs.py"
     script.write_text(_HANGS)
     options = ("--script", script, "--max-restarts", "0")
-    ended = jobs.ended(jobs.submit(pt_cpu["path"], *options, ranks=1, arguments=()))
+    job = jobs.submit(pt_cpu["path"], *options, ranks=1, arguments=())
+    jobs.write_site()
+    ended = jobs.ended(job)
     assert ended.end.state == "FAILED", ended.log
+    assert "rank 0 has 4 CPUs" in ended.log and "rank 1 has 4 CPUs" in ended.log, ended.log
     # As the last line of the log says.
     command = ended.log.splitlines()[-1].rpartition(": ")[2].split()
     assert command[:2] == ["envbuild", "diagnose"]
@@ -158,41 +165,11 @@ while True:
 """
 
 
-def told_to_end(jobs: Jobs, artifact: str) -> set[str]:
-    """Train _WRITER with `artifact` on the site as it is, and tell it to end.
-
-    Return the number of CPUs that each rank had, and the programs that kept images mounted.
-    """
-    script = jobs.cluster.shared / "writer.py"
-    script.write_text(_WRITER)
-    job = jobs.submit(artifact, "--script", script, arguments=())
-    jobs.write_site()
-    run = jobs.cluster.shared / f"pt_cpu_{job}"
-    up = [run / f"up-{rank}" for rank in range(4)]
-    jobs.cluster.until(lambda: all(one.exists() and one.read_text() for one in up), 120)
-    said = {one.read_text() for one in up}
-    for node in jobs.cluster.nodes:
-        said.update(jobs.cluster.run(["pgrep", "--list-name", "squashfuse"], on=node).stdout.split()[1:2])
-    # As #SBATCH --signal=B:USR1@120 does two minutes before the end.
-    jobs.cluster.run(["scancel", "--batch", "--signal=USR1", str(job)], check=True)
-    ended = jobs.ended(job)
-    assert sorted(path.name for path in run.glob("state-*")) == [f"state-{rank}" for rank in range(4)], ended.log
-    assert ended.end.state == "FAILED" and ended.end.exit_code == 1, ended.log
-    assert "Killed" not in ended.log and "forcing" not in ended.log
-    return said
-
-
-def test_told_to_end_every_node_has_the_time_it_needs(jobs: Jobs, pt_cpu: dict[str, Any]) -> None:
-    """A step has the CPUs that its job has: all of a node that it has alone."""
-    jobs.write_site()
-    jobs.site.write_text(jobs.site.read_text().replace("exclusive = false", "exclusive = true"))
-    assert told_to_end(jobs, pt_cpu["path"]) == {"4"}
-
-
 def test_told_to_end_a_container_keeps_its_image_until_every_rank_has_saved_its_state(
     jobs: Jobs, squash: dict[str, Any], real_apptainer: Apptainer
 ) -> None:
-    """Slurm signals every process of a step, and squashfuse, which holds the image, is one.
+    """Every node has the time it needs. Slurm signals every process of a step, and squashfuse, which holds the image,
+    is one.
 
     A job that shares its nodes has a CPU for each rank where the site names no number.
     """
@@ -203,9 +180,27 @@ def test_told_to_end_a_container_keeps_its_image_until_every_rank_has_saved_its_
         APPTAINER_USERNS="true",
     )
     jobs.site.write_text(jobs.site.read_text().replace("cpus = 2", "cpus = 0"))
-    said = told_to_end(jobs, squash["apptainer"]["path"])
+    script = jobs.cluster.shared / "writer.py"
+    script.write_text(_WRITER)
+    job = jobs.submit(squash["apptainer"]["path"], "--script", script, arguments=())
+    jobs.write_site()
+    run = jobs.cluster.shared / f"pt_cpu_{job}"
+    up = [run / f"up-{rank}" for rank in range(4)]
+    jobs.cluster.until(lambda: all(one.exists() and one.read_text() for one in up), 120)
+    assert {one.read_text() for one in up} == {"2"}
+    keepers = {
+        name
+        for node in jobs.cluster.nodes
+        for name in jobs.cluster.run(["pgrep", "--list-name", "squashfuse"], on=node).stdout.split()[1:2]
+    }
     # Otherwise, the image was unpacked, and a signal harms no mount.
-    assert said in ({"2", "squashfuse"}, {"2", "squashfuse_ll"})
+    assert keepers in ({"squashfuse"}, {"squashfuse_ll"})
+    # As #SBATCH --signal=B:USR1@120 does two minutes before the end.
+    jobs.cluster.run(["scancel", "--batch", "--signal=USR1", str(job)], check=True)
+    ended = jobs.ended(job)
+    assert sorted(path.name for path in run.glob("state-*")) == [f"state-{rank}" for rank in range(4)], ended.log
+    assert ended.end.state == "FAILED" and ended.end.exit_code == 1, ended.log
+    assert "Killed" not in ended.log and "forcing" not in ended.log
 
 
 def test_a_job_that_is_submitted_by_a_job_trains(jobs: Jobs, pt_cpu: dict[str, Any]) -> None:
