@@ -417,44 +417,59 @@ def test_packages_are_located_in_the_plans_order_and_once(
 # ---- the store
 
 
-DAMAGES = ("edited", "cut", "removed", "mode", "no folder", "no stamp", "other stamp", "more", "same stat")
+# The damages of two builds, by package: a build heals the store for the next one.
+DAMAGES = (
+    {"labtool": "edited", "python": "cut", "labdata": "removed", "libgcc": "mode", "libstdcxx": "no folder"},
+    {"labtool": "same stat", "python": "no stamp", "labdata": "other stamp", "libgcc": "more"},
+)
+# A file, or for "no folder" a folder, of each package.
+DAMAGED = {
+    "labtool": "site-packages/labtool.py",
+    "python": "bin/python3.11",
+    "labdata": "share/labdata/settings.conf",
+    "libgcc": "lib/libgcc_s.so.1",
+    "libstdcxx": "lib",
+}
 
 
 def test_a_damaged_unpacked_package_never_gets_into_an_environment(
     lab: Lab, conda_channel: Channel, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each build heals the store for the next damage."""
     plan, place = plan_of(conda_channel), lab.folder / "env"
     state = lab.build(plan)
-    for damage in DAMAGES:
-        _damage(lab, place, damage)
+    for damages in DAMAGES:
+        for package, damage in damages.items():
+            _damage(lab, place, package, damage)
         capsys.readouterr()
         again = lab.build(plan)
-        assert again.digest == state.digest and as_built(again, surveyed(place)), damage
-        assert run(place, "labtool") == "labtool 1.1\n", damage
-        said = "damaged in the store" if damage != "other stamp" else "damaged (wrong sha256)"
-        assert (said in capsys.readouterr().err) == (damage != "no stamp"), damage
-        assert not conda_cache.damaged(lab.environment.store, plan.conda, {}), damage
+        assert again.digest == state.digest and as_built(again, surveyed(place)), damages
+        assert run(place, "labtool") == "labtool 1.1\n", damages
+        lines = [line for line in capsys.readouterr().err.splitlines() if "damaged" in line]
+        for package, damage in damages.items():
+            said = "damaged (wrong sha256)" if damage.endswith("stamp") else "damaged in the store"
+            named = [said in line for line in lines if f"{package}-" in line]
+            assert named == [True], (package, damage, lines)
+        assert not conda_cache.damaged(lab.environment.store, plan.conda, {}), damages
 
 
-def _damage(lab: Lab, place: Path, damage: str) -> None:
-    file = lab.unpacked("labtool") / "site-packages" / "labtool.py"
+def _damage(lab: Lab, place: Path, package: str, damage: str) -> None:
+    file = lab.unpacked(package) / DAMAGED[package]
+    stamps = lab.folder / "store/conda/stamps"
     if damage == "edited":  # in place, through the hard link in an environment
         with (place / "lib/python3.11/site-packages/labtool.py").open("r+") as stream:
             stream.write("IMPORT")
     elif damage == "cut":
-        os.truncate(lab.unpacked("python") / "bin" / "python3.11", 100)
+        os.truncate(file, 100)
     elif damage == "removed":
         file.unlink()
     elif damage == "mode":
         file.chmod(0o600)
     elif damage == "no folder":
-        shutil.rmtree(file.parent)
+        shutil.rmtree(file)
     elif damage == "no stamp":
-        next((lab.folder / "store/conda/stamps").glob("labtool*")).write_text("{")
+        next(stamps.glob(f"{package}-*")).write_text("{")
     elif damage == "other stamp":
-        stamps = lab.folder / "store/conda/stamps"
-        shutil.copy(next(stamps.glob("labdata*")), next(stamps.glob("labtool*")))
+        shutil.copy(next(stamps.glob("labtool-*")), next(stamps.glob(f"{package}-*")))
     elif damage == "same stat":  # of the same size and time
         about, text = file.stat(), file.read_text()
         file.write_text(text.replace("import", "IMPORT"))
