@@ -55,10 +55,11 @@ PLATFORMS = ["linux-64", "linux-aarch64"]
 
 
 def packages(channel: Channel, platform: str) -> list[Located]:
-    """The newest of each package that has files."""
+    """The newest of each package that has files, without pytorch: it is most of the bytes, and numpy's package
+    has files of the same kinds."""
     found = {}
     for path in sorted(p for sub in (platform, "noarch") for p in channel.folder.glob(f"{sub}/*")):
-        if path.name.endswith((".conda", ".tar.bz2")) and "-cuda" not in path.name:
+        if path.name.endswith((".conda", ".tar.bz2")) and not path.name.startswith("pytorch-"):
             found[path.name.rsplit("-", 2)[0]] = path
     return [located(path) for path in found.values()]
 
@@ -87,7 +88,7 @@ def test_the_packages_of_a_channel_lie_as_rattler_installs_them(
     files = packages(conda_channel, platform)
     ours, records = in_layers(files, Store(tmp_path / "store"))
     install(files, tmp_path / "prefix", tmp_path / "cache", platform)
-    assert ours == nodes_below(tmp_path / "prefix") and len(ours) > 7_000
+    assert ours == nodes_below(tmp_path / "prefix") and len(ours) > 4_500
     # The records too, but for bytecode and for what names places of the host.
     metas = {f"conda-meta/{path.name}": path for path in tmp_path.glob("prefix/conda-meta/*.json")}
     assert records.keys() == metas.keys() and len(records) == len(files)
