@@ -489,7 +489,7 @@ _QUOTED = "[rank0]: Last error:"
             ],
             "model-refused",
         ),
-        (["Error response from daemon: toomanyrequests: You have reached your pull rate limit."], "hub-limit"),
+        (["Error response from daemon: toomanyrequests: You have reached your pull rate limit."], "registry-limit"),
         (["AttributeError: 'FullyShardedDataParallel' object has no attribute 'config'"], "model-wrapped"),
         (["AttributeError: 'DistributedKRepeatSampler' object has no attribute 'sampler'"], "attribute-missing"),
         (["KeyError: 'SLURM_NODEID'"], "rank-unset"),
@@ -997,6 +997,19 @@ _QUOTED = "[rank0]: Last error:"
             "model-unreachable",
         ),
         (["RuntimeError: CUDA error: device-side assert triggered"], "device-assert"),
+        (["ERROR: toomanyrequests: Rate exceeded"], "registry-limit"),
+        (["pulling docker.io/lab/belt:1: unexpected status: 429 Too Many Requests"], "registry-limit"),
+        (["Error: initializing source docker://lab/belt: unauthorized: please login to the lab"], "image-access"),
+        (["lmdb.Error: belts/roll.lmdb: No such file or directory"], "file-missing"),
+        (
+            ["RuntimeError: replicas.size() ASSERT FAILED. Expected at least one parameter. (Reducer at x)"],
+            "ddp-no-parameters",
+        ),
+        (
+            ["OOM when allocating tensor with shape[7,30] and type half on /job:w/device:GPU:3 by allocator GPU_3_bfc"],
+            "gpu-memory-tensor",
+        ),
+        (["make: belt: command not found", "docker: build step 3: exit code: 127"], "command-quoted"),
         (
             [
                 "OSError: Consistency check failed: file should be of size 4943162336 but has size 12 (model.safetensors)."
@@ -2443,6 +2456,16 @@ def test_the_names_in_a_checkpoint_tell_whether_its_model_was_wrapped(keys: list
             "port-in-use",
             "port 1024 is in use",
         ),
+        (
+            [f"Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to {2.0**-n}" for n in range(1, 9)],
+            "loss-scale-falls",
+            "falls: 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625",
+        ),
+        (
+            ["tail of prepare.sh:", "beltmake: command not found", "Error: prepare.sh failed with exit code 127"],
+            "command-quoted",
+            "beltmake",
+        ),
     ],
 )
 def test_a_reason_in_another_line_or_a_number_is_read(lines: list[str], rule: str, words: str) -> None:
@@ -2823,6 +2846,24 @@ def test_logs_are_read_compressed_from_folders_and_with_bad_bytes(tmp_path: Path
     (one,) = of(tmp_path).findings
     places = [(Path(line.file).name, line.line) for line in one.evidence]
     assert places == [("a.gz", 2), ("b.out", 2), ("c.log", 2)]
+
+
+def test_the_quotes_of_a_web_page_are_read_as_those_of_programs(tmp_path: Path) -> None:
+    log = tmp_path / "copied.log"
+    log.write_text(
+        "ModuleNotFoundError: No module named \u2018belt\u2019\nsay \u201cgo\u201d: Error\n", encoding="utf-8"
+    )
+    found = of(log)
+    assert [one.cause for one in found.findings] == ["Python does not find the module belt"]
+    assert found.last[-1].text == 'say "go": Error'
+
+
+def test_advice_names_what_the_kind_of_failure_needs() -> None:
+    table = RULES["table-index"].hint
+    assert "label" in table and "token" in table
+    limit = RULES["registry-limit"].hint
+    assert "log in" in limit and "mirror" in limit and "HF_HOME" not in limit
+    assert "HF_HOME" in RULES["hub-limit"].hint and "not of the image" in RULES["apptainer-host-file"].hint
 
 
 def test_an_endless_line_is_searched_at_its_end_and_does_not_fill_memory(tmp_path: Path) -> None:
@@ -3268,6 +3309,15 @@ def test_an_exception_that_lets_other_ranks_wait_comes_before_the_time_limit() -
         "RuntimeError: [enforce fail at inline_container.cc:337] . unexpected pos 64 vs 0",
         "ERROR: Unexpected segmentation fault encountered in worker.",
         "W0101 07:00:00.1 8 torch/distributed/redirects.py:29] NOTE: Redirects are currently not supported in Windows.",
+        "RuntimeError: CUDA error: device-side assert triggered",
+        "salloc: error: Job submit/allocate failed: Unspecified error",
+        "OOM when allocating tensor with shape[7,30] and type half on /job:w/device:CPU:0 by allocator cpu",
+        "wandb: Network error (ConnectTimeout), entering retry loop.",
+        "wandb: ERROR Run initialization has timed out after 60.0 sec.",
+        "belt: command not found",
+        "subprocess.CalledProcessError: Command '['belt']' returned non-zero exit status 127.",
+        "AttributeError: 'NoneType' object has no attribute 'decode'",
+        "Expected at least one parameter",
     ],
 )
 def test_a_line_without_a_reason_or_with_a_way_on_claims_no_cause(line: str) -> None:
@@ -3275,6 +3325,8 @@ def test_a_line_without_a_reason_or_with_a_way_on_claims_no_cause(line: str) -> 
     assert [one.id for one in found if one.kind == "cause"] == []
 
 
+_CHECKED = "belt.cu:88: roll: block: [5,0,0], thread: [6,0,0] Assertion `slack < 3` failed."
+_ASSERTED = "RuntimeError: CUDA error: device-side assert triggered"
 _TOO_OLD = (
     "a.py:9: UserWarning: CUDA initialization: The NVIDIA driver on your system is too old (found version 11020)."
 )
@@ -3316,6 +3368,22 @@ _TOO_OLD = (
         (["    def _env_error(var):"], []),
         (["FloatingPointError: Loss became infinite or NaN at iteration=7!"], ["loss-nan"]),
         (['    f"Loss became infinite or NaN at iteration={storage.iter}!"'], []),
+        # The line of the kernel tells which check failed; a hung job then reaches its time limit.
+        ([_CHECKED, _ASSERTED], ["kernel-assert"]),
+        (
+            [_ASSERTED, "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-02T03:04:05 DUE TO TIME LIMIT ***"],
+            ["device-assert"],
+        ),
+        (
+            ["FATAL:   container creation failed: open /etc/belt.conf: no such file or directory"],
+            ["apptainer-host-file"],
+        ),
+        (["FATAL:   container creation failed: open /dev/belt: no such file or directory"], ["apptainer-start"]),
+        (["KeyError: Caught KeyError in DataLoader worker process 3."], []),
+        # Another registry has the image.
+        (["unauthorized: Please login to the lab", "Getting image source signatures"], []),
+        (["belt: command not found", "prepare.sh: exit code 1"], []),
+        (["bash: line 3: belt: command not found", "prepare.sh: exit code 127"], ["command-missing"]),
     ],
 )
 def test_what_is_alike_is_told_apart(lines: list[str], ids: list[str]) -> None:

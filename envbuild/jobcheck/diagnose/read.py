@@ -52,6 +52,9 @@ STDIN = "-"
 # A progress bar may write megabytes without a newline.
 _LONGEST = 1 << 14
 _BLOCK = 1 << 20
+# Typographic quotes of web pages and mail, in UTF-8, and the ASCII ones that programs print and rules match.
+_QUOTED = b"\xe2\x80"
+_QUOTES = ((b"\xe2\x80\x98", b"'"), (b"\xe2\x80\x99", b"'"), (b"\xe2\x80\x9c", b'"'), (b"\xe2\x80\x9d", b'"'))
 _PACKED = re.compile(r"\.(?:gz|bz2|xz)$")
 _OPENERS = ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ\x00", lzma.open))
 _OF_PBS = re.compile(r"\.[oe](\d+)(?:[.\[-]|$)")
@@ -339,6 +342,8 @@ def _until_last_start(file: IO[bytes]) -> Iterator[str]:
 
 
 def _decoded(text: bytes) -> str:
+    for quote, plain in _QUOTES if _QUOTED in text else ():
+        text = text.replace(quote, plain)
     return text.decode("utf-8", "replace")
 
 
