@@ -56,7 +56,7 @@ from envbuild.verify.host import Launch
 from envbuild.verify.image_file import ImageFile
 from envbuild.verify.runtimes import ImageRuntime, Runtime
 
-from .conftest import REPOSITORY, Command, own_copy
+from .conftest import Command, own_copy
 
 HERE = f"cpu-{host_arch()}"
 TOY = FolderArtifact("toy", "Build a toy.", "toy", sources=("package index",), imports=("rattler",))
@@ -112,9 +112,7 @@ def test_a_kind_of_artifact_trains_and_is_judged(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ENVBUILD_STORE", str(session_store))
     environment, target = load_environment(), Target.parse(HERE)
-    recipe = own_copy(Command(tmp_path), "pt_cpu") / "recipe.toml"
-    recipe.write_text(recipe.read_text().replace("\nnproc_per_node = 1\n", "\nnproc_per_node = 2\n"))
-    loaded = load_recipe(recipe)
+    loaded = load_recipe(own_copy(Command(tmp_path), "pt_cpu") / "recipe.toml")
     plan, trainer = prepare_folder(toy, loaded, target, environment, locked=True, offline=False, log=print)
     result = make_environment(toy, plan, trainer, environment, toy.default_path("pt_cpu", HERE), offline=False)
     assert result.built and result.verified and result.path == Path("build/pt_cpu", HERE, "toy")
@@ -204,7 +202,7 @@ def test_a_kind_of_image_file_is_written_started_and_judged(
     monkeypatch.setenv("ENVBUILD_STORE", str(session_store))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     environment, target = load_environment(), Target.parse(HERE)
-    loaded = load_recipe(REPOSITORY / "recipes/pt_cpu/recipe.toml")
+    loaded = load_recipe(own_copy(Command(tmp_path), "pt_cpu") / "recipe.toml")
     one = prepare_image(loaded, target, environment, bytecode=True, locked=True, offline=False, log=print)
     wanted = OutputFile("toy", IMAGE.default_path("pt_cpu", HERE))
     options = ImageFileOptions((wanted,), codec_of("zstd"), verify=True, asked=Thoroughness(quick=True))
