@@ -6,6 +6,7 @@ tests/real/test_checks_alive.py breaks real launches; here is what need not be l
 from __future__ import annotations
 
 import json
+import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
@@ -225,10 +226,9 @@ def judged(
     return judge_launches(bench, first, second, reference, ["numpy"])
 
 
-@pytest.fixture
-def launched(tmp_path: Path) -> Launched:
-    with zipfile.ZipFile(tmp_path / "train.pt", "w") as archive:
-        archive.writestr("train/data.pkl", bytes(1000))
+@pytest.fixture(scope="module")
+def recorded() -> bytes:
+    """The recorded launches with their probes, pickled: each test changes its own copy."""
     found: Launched = json.loads(RECORDED.read_text())
     probed = json.loads(PROBED.read_text())
     for rank, probes in zip(ranks(found), probed["ranks"], strict=True):
@@ -239,7 +239,15 @@ def launched(tmp_path: Path) -> Launched:
     loaded = results["DataLoader int64"]
     results["DataLoader int64"] = {**loaded, "shuffled": loaded["shuffled"][::-1]}
     found["reference"]["reports"][0]["ranks"][0]["probes"] = json.loads(json.dumps({"operations": results}))
-    return {**found, "request": {**probed["request"], "cases": cases, "operations": asked}}
+    return pickle.dumps({**found, "request": {**probed["request"], "cases": cases, "operations": asked}})
+
+
+@pytest.fixture
+def launched(recorded: bytes, tmp_path: Path) -> Launched:
+    with zipfile.ZipFile(tmp_path / "train.pt", "w") as archive:
+        archive.writestr("train/data.pkl", bytes(1000))
+    found: Launched = pickle.loads(recorded)
+    return found
 
 
 def test_a_quick_verification_judges_one_launch(launched: Launched, tmp_path: Path) -> None:
