@@ -183,9 +183,13 @@ def test_the_venv_passes_where_it_is_and_fails_when_a_file_of_the_layer_is_anoth
 
 
 @pytest.fixture
-def small(tmp_path: Path, session_store: Path) -> Command:
-    """The command at a site with one tiny wheel; see `recipe`."""
+def small(tmp_path: Path, session_store: Path, fabric: Command, files: dict[str, Any]) -> Command:
+    """The command at a site with one tiny wheel; see `recipe`, whose Debian packages are those locked for `fabric`."""
     make_wheel(tmp_path / "wheels", "tiny")
+    (place := tmp_path / "recipes/small").mkdir(parents=True)
+    for name in (f"cpu-{ARCH}.image.toml", f"cpu-{ARCH}.build.toml"):
+        lock = (fabric.folder / "recipes/fabric" / name).read_text()
+        (place / name).write_text(lock.replace('"fabric"', '"small"'))
     return tiny_site(tmp_path, session_store)
 
 
@@ -264,6 +268,7 @@ def test_a_base_without_compilers_is_refused_and_one_with_them_is_taken(small: C
 
 def test_another_processors_layers_are_asked_of_a_node_that_has_it(small: Command, tmp_path: Path) -> None:
     place = recipe(tmp_path, pack("greet", tmp_path))
+    use_base_of_pt_minimal(place, OTHER)
     line = ["docker", "small", "--target", f"cpu-{OTHER}", "--out", "oci:image"]
     done = small(*line, "--locked")
     assert done.returncode == 3
