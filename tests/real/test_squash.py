@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from lab.apptainer import FLAGS, Apptainer
 from lab.dockerd import Lab
+from lab.wheels import make_recipe, make_wheel
 
 from envbuild.base.packages import digest_of
 from envbuild.contract.image_manifest import FILE_NAME
@@ -30,7 +31,7 @@ from envbuild.verify.image_file import open_image_file, own_manifest
 from envbuild.verify.runtimes import open_file_subject
 from envbuild.verify.static_checks import check_installed
 
-from .conftest import NO_DAEMON, Command, link_store
+from .conftest import NO_DAEMON, Command, link_store, tiny_site, use_base_of_pt_minimal
 from .test_docker_out import AS_NOBODY, NOBODY
 
 ARCH = os.uname().machine
@@ -79,11 +80,11 @@ def test_built_again_by_each_command_alone_the_files_are_the_same_and_not_verifi
 
 
 def test_a_file_that_was_added_to_an_image_is_named(
-    squash: dict[str, Any], session_store: Path, tmp_path: Path
+    tiny_squash: dict[str, Any], session_store: Path, tmp_path: Path
 ) -> None:
     changed, plants = tmp_path / "changed.sqsh", tmp_path / "planted"
-    shutil.copy(squash["enroot"]["path"], changed)
-    shutil.copy(squash["enroot"]["receipt"], receipt_path(changed))
+    shutil.copy(tiny_squash["enroot"]["path"], changed)
+    shutil.copy(tiny_squash["enroot"]["receipt"], receipt_path(changed))
     plants.mkdir()
     (plants / "libc10.so").write_bytes(b"x")
     run("mksquashfs", plants, changed, "-keep-as-directory", "-no-progress", "-quiet")
@@ -582,11 +583,18 @@ def test_a_read_only_place_is_told(envbuild: Command, tmp_path: Path, small_disk
     assert done.returncode == 4 and "--out" in done.stderr
 
 
-def test_a_killed_run_leaves_the_old_file_and_the_next_one_cleans_up(envbuild: Command, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An image that takes a second to convert."""
+    return layout_of(tmp_path_factory.mktemp("large") / "l", [[file(f"{n}", os.urandom(40_000_000)) for n in range(5)]])
+
+
+def test_a_killed_run_leaves_the_old_file_and_the_next_one_cleans_up(
+    envbuild: Command, large: str, tmp_path: Path
+) -> None:
     small = layout_of(tmp_path / "s", [[file("a", b"a")]])
     envbuild.json("enroot", "--from", small, "--out", "o.sqsh")
     before = sha256(tmp_path / "o.sqsh")
-    large = layout_of(tmp_path / "l", [[file(f"{n}", os.urandom(40_000_000)) for n in range(5)]])
     after = set()
     killed = 0
     for delay in (0.6, 1.0, 1.6):
@@ -605,8 +613,7 @@ def test_a_killed_run_leaves_the_old_file_and_the_next_one_cleans_up(envbuild: C
     assert not list(tmp_path.glob(".o.sqsh*"))
 
 
-def test_interrupted_a_run_leaves_nothing_beside_the_file(envbuild: Command, tmp_path: Path) -> None:
-    large = layout_of(tmp_path / "l", [[file(f"{n}", os.urandom(40_000_000)) for n in range(5)]])
+def test_interrupted_a_run_leaves_nothing_beside_the_file(envbuild: Command, large: str, tmp_path: Path) -> None:
     child = envbuild.start("enroot", "--from", large, "--out", "o.sqsh", ENVBUILD_STORE=str(tmp_path / "store"))
     deadline = time.monotonic() + 30
     while not list(tmp_path.glob("store/segments/.new-*")) and time.monotonic() < deadline:
@@ -639,11 +646,15 @@ def test_processors_and_the_cache_change_no_byte(envbuild: Command, odd: str, tm
     assert sha256(tmp_path / "one.last") == sha256(tmp_path / "two.last")
 
 
-def test_a_recipe_for_another_architecture_is_built_here_and_not_verified(envbuild: Command) -> None:
-    made = envbuild.json("apptainer", "pt_minimal", "--target", f"cpu-{OTHER}", "--locked")
+def test_a_recipe_for_another_architecture_is_built_here_and_not_verified(session_store: Path, tmp_path: Path) -> None:
+    make_wheel(tmp_path / "wheels", "tiny")
+    use_base_of_pt_minimal(make_recipe(tmp_path / "recipes", "tiny_image", ["tiny"]), OTHER)
+    command = tiny_site(tmp_path, session_store)
+    made = command.json("apptainer", "tiny_image", "--target", f"cpu-{OTHER}")
     assert made["receipt"] is None and made["target"] == f"cpu-{OTHER}"
-    about = json.loads(envbuild("inspect", made["path"], "--json").stdout)
+    about = json.loads(command("inspect", made["path"], "--json").stdout)
     assert about["platform"] == f"linux/{GOARCH[OTHER]}" and about["target"] == f"cpu-{OTHER}"
+    assert {"tiny"} <= {package["name"] for package in about["python_packages"]}
 
 
 def test_apptainer_as_engine_builds_an_image_that_is_verified(
