@@ -40,20 +40,16 @@ from envbuild.verify.run import verify
 from .conftest import Command, link_tree
 
 SETTINGS = VerifySettings(nodes=1, nproc_per_node=2, epochs=4, imports=("json.tool",))
+ONE_RANK = dataclasses.replace(SETTINGS, nproc_per_node=1, quick=True)
 
 # In the agents (no RANK) torch is not touched; in ranks and the reference process it is, before use. OTHER is an
-# interface of this host besides lo.
-BREAKS = {
+# interface of this host besides lo. Each has the checks that fail, the changed settings, and the code.
+BREAKS: dict[str, tuple[list[str], dict[str, Any], str]] = {
     # Whether the address of that interface is used depends on which rank calls which: the variable tells in any case.
-    "a sum, a version, a snapshot and an operation that are wrong, and a rank with another interface": (
-        ["versions", "fabric", "allreduce", "snapshot", "operations"],
+    "a sum, a version and a snapshot that are wrong, and a rank with another interface": (
+        ["versions", "fabric", "allreduce", "snapshot"],
+        {"quick": True},
         """
-        if rank is None and any("reference-report" in word for word in sys.orig_argv):
-            import torch
-            attention = torch.nn.functional.scaled_dot_product_attention
-            def uncausal(*args, is_causal=False, **kwargs):
-                return attention(*args, **kwargs)
-            torch.nn.functional.scaled_dot_product_attention = uncausal
         if rank == "1":
             os.environ["GLOO_SOCKET_IFNAME"] = "OTHER"
             import torch
@@ -77,9 +73,17 @@ BREAKS = {
         """,
     ),
     # Only the connections tell of the interface: the variable is put right again.
-    "ranks that meet elsewhere, gradient sync off, a second launch that fails, a module that one rank cannot import": (
-        ["fabric", "parameters", "relaunch", "imports"],
+    "ranks that meet elsewhere, gradient sync off, a second launch that fails, an operation that is wrong, a module "
+    "that one rank cannot import, and a missing restart": (
+        ["fabric", "parameters", "relaunch", "operations", "imports", "restart"],
+        {"faults": True},
         """
+        if rank is None and any("reference-report" in word for word in sys.orig_argv):
+            import torch
+            attention = torch.nn.functional.scaled_dot_product_attention
+            def uncausal(*args, is_causal=False, **kwargs):
+                return attention(*args, **kwargs)
+            torch.nn.functional.scaled_dot_product_attention = uncausal
         if rank == "1":
             sys.modules["json.tool"] = None
         if rank is not None:
@@ -102,6 +106,7 @@ BREAKS = {
     ),
     "an optimizer that does not step, a snapshot that forgets an epoch, and no reference": (
         ["optimizer", "resume", "reference"],
+        {},
         """
         if rank == "0":
             import torch
@@ -118,25 +123,25 @@ BREAKS = {
             os._exit(7)
         """,
     ),
-    "a rank that dies at start": (
-        ["launch"],
+    "a slow network, and a rank that trains on other samples": (
+        ["bandwidth", "curve"],
+        {"epochs": 2, "busbw_floor": 1e5},
         """
         if rank == "1":
-            os._exit(7)
+            import torch.utils.data.distributed as distributed
+            import torch
+            randperm = torch.randperm
+            def other(n, *, generator=None, **kwargs):
+                if n == 1024:  # the training's samples, and not the probes'
+                    generator = torch.Generator().manual_seed(987)
+                return randperm(n, generator=generator, **kwargs)
+            torch.randperm = other
         """,
     ),
 }
-# The check `curve` fails.
-OTHER_SEED = """
+DIES = """
 if rank == "1":
-    import torch.utils.data.distributed as distributed
-    import torch
-    randperm = torch.randperm
-    def other(n, *, generator=None, **kwargs):
-        if n == 1024:  # the training's samples, and not the probes'
-            generator = torch.Generator().manual_seed(987)
-        return randperm(n, generator=generator, **kwargs)
-    torch.randperm = other
+    os._exit(7)
 """
 # Layers of a subject, and the command that checks each.
 LAYERS = {
@@ -179,19 +184,31 @@ def failed(checks: list[Check]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_exactly_the_broken_things_fail(name: str, subject: Subject, tmp_path: Path) -> None:
-    wanted, code = BREAKS[name]
+def test_exactly_the_broken_things_fail(
+    name: str, subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = launch._agent
+
+    def final(job: launch.TrainingJob, *rest: Any) -> list[str]:
+        return agent(dataclasses.replace(job, max_restarts=0), *rest)
+
+    monkeypatch.setattr(launch, "_agent", final)
+    wanted, change, code = BREAKS[name]
     interface, address = other_interface()
-    checks = run_checks(subject, tmp_path, code.replace("OTHER", interface))
+    settings = dataclasses.replace(SETTINGS, **change)
+    checks = run_checks(subject, tmp_path, code.replace("OTHER", interface), settings)
     assert failed(checks) == wanted, [(check.name, check.seen) for check in checks]
     for failure in (check for check in checks if check.status == "fail"):
         assert failure.seen and failure.expected and failure.cause
-    fabric = next(check.seen for check in checks if check.name == "fabric")
+    by_name = {check.name: check for check in checks}
+    fabric = by_name["fabric"].seen
     if "ranks that meet elsewhere" in name:
         assert f"rank 1 talks over {address} ({interface}), not lo" in fabric
         assert "GLOO_SOCKET_IFNAME is" not in fabric
     elif "fabric" in wanted:
         assert f"rank 1: GLOO_SOCKET_IFNAME is {interface}" in fabric
+    elif "bandwidth" in wanted:  # the recipe's floor goes over the site's
+        assert "the recipe's busbw_floor" in by_name["bandwidth"].expected
     assert (tmp_path / "logs").is_dir()
 
 
@@ -204,30 +221,21 @@ def test_nodes_that_meet_only_themselves(subject: Subject, tmp_path: Path, monke
         return agent(dataclasses.replace(job, nodes=1), 0, own, f"{run_id}-{node}", address)
 
     monkeypatch.setattr(launch, "_agent", alone)
-    settings = dataclasses.replace(SETTINGS, nodes=2, nproc_per_node=1)
+    settings = dataclasses.replace(SETTINGS, nodes=2, nproc_per_node=1, quick=True)
     assert failed(run_checks(subject, tmp_path, settings=settings)) == ["world"]
 
 
-def test_commands_of_layers_a_floor_and_a_missing_restart(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And a rank that trains on other samples fails the curve alone; the recipe's floor goes over the site's."""
-    agent = launch._agent
-
-    def final(job: launch.TrainingJob, *rest: Any) -> list[str]:
-        return agent(dataclasses.replace(job, max_restarts=0), *rest)
-
-    monkeypatch.setattr(launch, "_agent", final)
+def test_commands_of_layers_and_a_rank_that_dies_at_start(subject: Subject, tmp_path: Path) -> None:
     layers = tuple(BuiltLayer(layer, "1.0", "", check=check) for layer, check in LAYERS.items())
     changed = dataclasses.replace(subject, state=dataclasses.replace(subject.state, layers=layers))
-    settings = dataclasses.replace(SETTINGS, epochs=2, busbw_floor=1e5, faults=True)
-    checks = run_checks(changed, tmp_path, OTHER_SEED, settings=settings)
-    assert failed(checks) == ["layer:broken", "layer:absent", "bandwidth", "curve", "restart"]
+    checks = run_checks(changed, tmp_path, DIES, dataclasses.replace(SETTINGS, quick=True))
+    assert failed(checks) == ["layer:broken", "layer:absent", "launch"]
     by_name = {check.name: check for check in checks}
     assert by_name["layer:good"].seen == "good 1.0: exit 0"
     assert "exit 1\n    libown.so: no such file" in by_name["layer:broken"].seen
     assert "own-tool" in by_name["layer:absent"].seen
-    assert "the recipe's busbw_floor" in by_name["bandwidth"].expected
+    assert all(check.expected and check.cause for check in checks if check.status == "fail")
+    assert (tmp_path / "logs").is_dir()
 
 
 RISES = "import os\nfor i in 1, 2, 3: print('loss:', i)\nopen('out.txt', 'w').write(os.environ['WORLD_SIZE'])"
@@ -236,7 +244,6 @@ RISES = "import os\nfor i in 1, 2, 3: print('loss:', i)\nopen('out.txt', 'w').wr
 @pytest.mark.parametrize(
     ("change", "wanted", "seen"),
     [
-        ({}, [], ""),
         (
             {
                 "command": "",
@@ -252,7 +259,7 @@ RISES = "import os\nfor i in 1, 2, 3: print('loss:', i)\nopen('out.txt', 'w').wr
             "the metric does not fall: 1 -> 3; gone.txt is missing or empty",
         ),
     ],
-    ids=["nothing", "script", "metric and file"],
+    ids=["script", "metric and file"],
 )
 def test_the_recipes_own_code_is_judged(
     change: dict[str, Any], wanted: list[str], seen: str, subject: Subject, tmp_path: Path
@@ -297,9 +304,7 @@ def test_packages_that_are_not_the_locked_ones(pt_cpu: dict[str, Any], tmp_path:
     shutil.move(old, old.with_name("tqdm-0.0.1.dist-info"))
     (packages / "startup.pth").write_text("import os")
     replace_trainer(tmp_path / "v", packages)
-    checks = run_checks(
-        open_subject(tmp_path / "v", load_environment()), tmp_path, settings=dataclasses.replace(SETTINGS, quick=True)
-    )
+    checks = run_checks(open_subject(tmp_path / "v", load_environment()), tmp_path, settings=ONE_RANK)
     assert failed(checks) == ["installed", "trainer"]
     seen = "\n".join(check.seen for check in checks if check.status == "fail")
     for word in ("site-packages/sympy/abc.py", "tqdm: locked", "installed 0.0.1", "site-packages/startup.pth"):
