@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from envbuild.base.masking import is_secret, masked_text
 from envbuild.base.text import normalise
 from envbuild.base.toml import nearest
-from envbuild.imports.conda_files import default_channels, torch_of_images
+from envbuild.imports.conda_files import conda_problem, default_channels, torch_of_images
 from envbuild.imports.signs import (
     ELSEWHERE,
     elsewhere_note,
@@ -104,8 +104,8 @@ _CHECKS: Mapping[str, Callable[[str], str | None]] = {
     "override": checks.override_problem,
     "age": checks.age_problem,
     "pin": _requirement_problem,
-    "conda": checks.spec_problem,
-    "conda-pin": checks.spec_problem,
+    "conda": conda_problem,
+    "conda-pin": conda_problem,
     "channel": checks.channel_problem,
     "index": checks.index_problem,
     "base": checks.base_problem,
@@ -265,13 +265,15 @@ def compose(
     )
     gone += [*_rebuilt(kept, targets, given_target=bool(target)), *minor_versions(kept, python)]
     gone += [] if is_conda else _torch_builds(kept, targets)
-    notes = [gpu_note(signs, targets, chosen_tags)]
+    of_comments, notes = gpu_signs(comments), [gpu_note(signs, targets, chosen_tags)]
+    if notes[0]:  # a comment may name the version
+        notes = [gpu_note([*signs, *of_comments], targets, chosen_tags)]
     if not notes[0] and signed != chosen_tags and tags == {*chosen_tags}:
         notes.append(published_note(signs, signed, targets))
     if not target and not any(map(_chooses, kept)):
         notes += [group_note(gpu_signs(left_out), targets), elsewhere_note(gpu_signs(elsewhere), targets)]
-        if not any(notes):
-            notes.append(elsewhere_note(gpu_signs(comments), targets, "comments of the sources"))
+        if not notes[0]:
+            notes.append(elsewhere_note(of_comments, targets, "comments of the sources"))
     return Draft(name, data, tuple(kept), tuple(gone), ". ".join(filter(None, notes)))
 
 

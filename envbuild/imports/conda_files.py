@@ -31,6 +31,7 @@ from envbuild.imports.statement import (
     text_of,
     texts,
 )
+from envbuild.recipe import checks
 
 _SELECTOR = re.compile(r"\s#\s*\[([a-z0-9]+)\]\s*$")
 _SELECTED = {"linux": "", "unix": "", "linux64": "linux-64", "x86_64": "linux-64", "aarch64": "linux-aarch64"}
@@ -80,6 +81,10 @@ def read_environment(path: Path) -> Iterator[Statement]:
     """Yield the statements of an environment.yml; selectors such as `# [linux64]` count. Raises UsageError."""
     data, lines = _yaml(path)
     foreign = _system_of(data)
+    specs = [item for item in list_at(data, "dependencies") if isinstance(item, str)]
+    pins = {spec.partition("::")[0] for spec in specs if "::" in spec}
+    listed = list_at(data, "channels")
+    others = [spec for spec in specs if not re.match(r"\S+::|(?:python|pip)(?![\w.-])", spec) and not listed]
     for key, value in data.items():
         place = f"{path}:{_line(data, key) + 1}"
         if key in KINDS:
@@ -96,12 +101,18 @@ def read_environment(path: Path) -> Iterator[Statement]:
                         channel, marks, spec = text.partition("::") if key == "dependencies" else ("", "", text)
                         if marks:
                             yield Statement("channel", channel, where)
-                        if marks and list_at(data, "channels") not in ([], [channel]):
+                        if marks and (listed not in ([], [channel]) or (not listed and (others or len(pins) > 1))):
                             yield lost(text, where, CHANNEL)
                         yield from _portable(KINDS[key], spec if marks else text, where, _SELECTED[selector], foreign)
                     else:
                         for pip in pip_line(text, where, beside(path.parent)):
                             yield replace(pip, platform=_SELECTED[selector])
+            if key == "dependencies" and others:
+                given = default_channels(others)
+                yield from (Statement("channel", channel, place) for channel in given)
+                yield lost(
+                    "no channels", place, f"conda takes its own default channels; the recipe has {' and '.join(given)}"
+                )
         elif key == "variables":
             yield from (Statement("env", f"{name}={text}", place) for name, text in table_at(value).items())
         else:
@@ -141,6 +152,20 @@ def conda_spec(kind: str, text: str, place: str, group: str = "", platform: str 
     if kind != "conda" or not match:
         return Statement(kind, text, place, group, platform)
     return Statement("python", ",".join(map(_python_clause, match[1].split(","))) or ">=3", place, group, platform)
+
+
+def conda_problem(text: str) -> str | None:
+    """Return why `text` is not a match spec that a recipe can hold and lock can read, or None."""
+    from rattler import MatchSpec
+    from rattler.exceptions import InvalidMatchSpecError
+
+    if problem := checks.spec_problem(text):
+        return problem
+    try:
+        MatchSpec(text)
+    except InvalidMatchSpecError as error:
+        return f"{text!r} is not a match spec: {error}"
+    return None
 
 
 def _python_clause(text: str) -> str:

@@ -268,8 +268,9 @@ def gpu_note(signs: Sequence[GpuSign], targets: Sequence[Target], tags: Sequence
     ]
     if not missing:
         return ""
-    if {gpu_sign.family for gpu_sign in missing if not gpu_sign.any_gpu} == {"rocm"}:  # builds of deepspeed for it, too
-        missing = [replace(gpu_sign, family="rocm") for gpu_sign in missing]
+    named = [gpu_sign for gpu_sign in missing if gpu_sign.statement.kind != "comment"] or missing
+    if {gpu_sign.family for gpu_sign in named if not gpu_sign.any_gpu} == {"rocm"}:  # builds of deepspeed for it, too
+        missing = [replace(gpu_sign, family="rocm") if gpu_sign.any_gpu else gpu_sign for gpu_sign in missing]
     missing.sort(
         key=lambda gpu_sign: (not gpu_sign.version, gpu_sign.known)
     )  # a package of CUDA tells less than a name
@@ -280,8 +281,7 @@ def gpu_note(signs: Sequence[GpuSign], targets: Sequence[Target], tags: Sequence
     )
     if not sign.known:
         return f"{head} envbuild has no target for {sign.family}"
-    usual = [tag for tag in ACCELERATORS[sign.family].usual if _agrees(tag, sign)] or ACCELERATORS[sign.family].usual
-    choice = next((tag for tag in tags if _agrees(tag, sign)), sign.tag or usual[-1])
+    choice = next((tag for tag in tags if _agrees(tag, sign)), _usual(sign))
     # Without a version in the sources, any CUDA of torch may do.
     words = "--target" if sign.version else "a --target, such as"
     return f"{head} For these GPUs choose {words} {choice}-{targets[0].arch}"
@@ -315,11 +315,18 @@ def elsewhere_note(signs: Sequence[GpuSign], targets: Sequence[Target], parts: s
     if not signs or any(target.family.gpu for target in targets):
         return ""
     names = ", ".join(target.name for target in targets)
-    tag = next((sign.tag for sign in signs if sign.tag), ACCELERATORS["cuda"].usual[-1])
+    sign = min(signs, key=lambda sign: (not sign.tag, not sign.version, not sign.known))
+    tag = _usual(sign) if sign.known else ACCELERATORS["cuda"].usual[-1]
     return (
         f"{parts} name GPUs, and the recipe is for {names}:"
         f" {_named(signs)}. If it is meant for GPUs, choose --target {tag}-{targets[0].arch}"
     )
+
+
+def _usual(sign: GpuSign) -> str:
+    """Return the tag of a sign, else the newest usual one of its family and major version."""
+    usual = ACCELERATORS[sign.family].usual
+    return sign.tag or ([tag for tag in usual if _agrees(tag, sign)] or usual)[-1]
 
 
 def _named(signs: Sequence[GpuSign]) -> str:

@@ -425,7 +425,7 @@ def _missed(specs: Sequence[Spec], package: CondaPackage) -> list[Spec]:
     missed = []
     for spec in specs:
         try:
-            if spec.name == package.name and not MatchSpec(spec.text, strict=True).matches(record):
+            if spec.name == package.name and not MatchSpec(spec.text).matches(record):
                 missed.append(spec)
         except InvalidMatchSpecError as error:
             raise bad_spec(spec, str(error)) from None

@@ -567,7 +567,7 @@ def test_uv_lock() -> None:
     ],
 )
 def test_each_clause_of_condas_python_counts(tmp_path: Path, spec: str, python: str) -> None:
-    (tmp_path / "environment.yml").write_text(f"dependencies: ['python{spec}', numpy]\n")
+    (tmp_path / "environment.yml").write_text(f"channels: [a]\ndependencies: ['python{spec}', numpy]\n")
     draft, recipe = draft_of(tmp_path / "environment.yml")
     assert recipe.python == python and not draft.lost
 

@@ -339,7 +339,7 @@ def test_the_files_of_a_folder_that_init_does_not_read_are_named(tmp_path: Path)
     draft, recipe = draft_of(tmp_path, target=None)
     assert list(recipe.targets) == ["cpu-x86_64"] and recipe.requirements == ("numpy",)
     assert "'flash-attn>=2', (CUDA)" in draft.warning and "requirements_gpu.txt:1: torch" in draft.warning
-    assert "vllm" not in draft.warning
+    assert "setup.py:2: # vllm (CUDA)" in draft.warning
     lost = {one.text: one.reason for one in draft.lost}
     assert (
         "name it with --from" in lost["environment-docs.yml"] and "name it with --from" in lost["requirements_gpu.txt"]
@@ -624,3 +624,38 @@ def test_an_extra_called_gpu_is_not_for_cuda_alone(tmp_path: Path) -> None:
     text = '[project]\nname = "a"\ndependencies = ["rich"]\n[project.optional-dependencies]\ngpu = ["omnivoice"]\n'
     warning = imported(tmp_path, "pyproject.toml", text, target=None)[0].warning
     assert "omnivoice (GPUs)" in warning and "CUDA" not in warning
+
+
+@pytest.mark.parametrize(
+    ("text", "named", "choice"),
+    [
+        (
+            "# for boards with CUDA 12.6: install torch first\nflash-attn==2.7.4\n",
+            ":1: # for boards with CUDA 12.6",
+            "cu126",
+        ),
+        (
+            "vllm\n# pip install torch --index-url https://mirror.example/whl/cu118\n",
+            ":2: # pip install torch",
+            "cu118",
+        ),
+        ("# needs CUDA 12 at least\nonnxruntime-gpu\n", ":1: # needs CUDA 12 at least (CUDA 12)", "cu129"),
+        (
+            "# torch is from the index of ROCm 6.3 here\nbitsandbytes  # ROCm build\n",
+            "ROCm 6.3 here (ROCm 6.3)",
+            "rocm6.3",
+        ),
+    ],
+)
+def test_comments_beside_other_signs_are_named_and_choose_the_advice(
+    tmp_path: Path, text: str, named: str, choice: str
+) -> None:
+    draft, recipe = imported(tmp_path, "requirements.txt", text)
+    assert list(recipe.targets) == ["cpu-x86_64"]
+    assert named in draft.warning and f"choose --target {choice}-x86_64" in draft.warning
+
+
+def test_a_comment_changes_no_advice_where_a_target_is_for_gpus(tmp_path: Path) -> None:
+    text = "--extra-index-url https://download.pytorch.org/whl/rocm6.1\n# on CUDA 12.4 other kernels\n"
+    draft, recipe = imported(tmp_path, "requirements.txt", f"{text}torch==2.5.1\npytorch_triton\n")
+    assert list(recipe.targets) == ["rocm6.1-x86_64"] and draft.warning == ""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from lab.drafts import draft_of
+from rattler import MatchSpec
 
 from envbuild.base.errors import UsageError
 from envbuild.imports import read_source
@@ -147,6 +148,30 @@ def test_a_conda_spec_with_its_channel(tmp_path: Path) -> None:
     assert recipe.conda.dependencies == ("numpy=2.1", "samtools")
     assert recipe.conda.channels == ("conda-forge", "bioconda")
     assert [entry.text for entry in draft.lost] == ["bioconda::samtools"]
+
+
+def test_an_environment_without_channels_has_one_that_is_named(tmp_path: Path) -> None:
+    pins = "- nvidia::cuda-nvcc=12.4\n- pytorch::pytorch=2.5.*\n"
+    draft, recipe = imported(tmp_path, "environment.yml", f"dependencies:\n{pins}- scipy\n")
+    assert recipe.conda.channels == ("nvidia", "pytorch", "conda-forge")
+    assert "the recipe has conda-forge" in reason(draft, "no channels")
+    assert {"nvidia::cuda-nvcc=12.4", "pytorch::pytorch=2.5.*"} <= {entry.text for entry in draft.lost}
+    draft, recipe = imported(tmp_path, "environment.yml", "dependencies:\n- mine::a\n- python=3.12\n")
+    assert recipe.conda.channels == ("mine",) and draft.lost == ()
+
+
+@pytest.mark.parametrize(
+    "spec", ["numpy=2.2.6=py312_0", "a=1.5.*", "a 1.2", "a 1.2 py_0", "a=0.7dev1+1.*", "a>=1.0*", "a==1.*"]
+)
+def test_specs_as_conda_writes_them_are_carried_and_lock_reads_them(tmp_path: Path, spec: str) -> None:
+    draft, recipe = imported(tmp_path, "environment.yml", f"channels: [a]\ndependencies:\n- {spec}\n")
+    assert recipe.conda.dependencies == (spec,) and draft.lost == ()
+    assert MatchSpec(recipe.conda.dependencies[0]).name is not None
+
+
+def test_a_spec_that_lock_cannot_read_is_listed(tmp_path: Path) -> None:
+    draft, recipe = imported(tmp_path, "environment.yml", "channels: [a]\ndependencies:\n- a=1.*.5\n- b\n")
+    assert recipe.conda.dependencies == ("b",) and "is not a match spec" in reason(draft, "a=1.*.5")
 
 
 def test_requirements_for_other_systems_are_listed(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ requires-dist = [
 
 def test_the_python_of_an_exported_conda_environment(tmp_path: Path) -> None:
     (tmp_path / "environment.yml").write_text(
-        "dependencies:\n- numpy=1.26.4=py310hb13e2d6_0\n- python=3.10.14=hd12c33a_0_cpython\n"
+        "channels: [a]\ndependencies:\n- numpy=1.26.4=py310hb13e2d6_0\n- python=3.10.14=hd12c33a_0_cpython\n"
     )
     draft, recipe = draft_of(tmp_path / "environment.yml")
     assert recipe.python == "3.10" and draft.lost == ()
@@ -134,7 +134,7 @@ def test_the_python_of_an_exported_conda_environment(tmp_path: Path) -> None:
 
 
 def test_a_python_of_conda_by_its_major_version(tmp_path: Path) -> None:
-    (tmp_path / "environment.yml").write_text("dependencies:\n- python=3\n- x\n")
+    (tmp_path / "environment.yml").write_text("channels: [a]\ndependencies:\n- python=3\n- x\n")
     draft, recipe = draft_of(tmp_path / "environment.yml")
     assert recipe.python == "3.11" and draft.lost == ()
 
