@@ -250,13 +250,13 @@ def tqdm_repository(folder: Path, session_store: Path) -> dict[str, str]:
 def test_the_example_project_is_verified_by_its_own_training_and_trains_on_both_nodes(
     jobs: Jobs, session_store: Path
 ) -> None:
-    """examples/own_project by its README, in a .sqsh, verified on one node; tqdm is of a local repository."""
+    """examples/own_project by its README, in a .sqsh, verified by that training alone; tqdm is of a local repository.
+
+    With the trainer's, too: tests/real/example.py."""
     folder = jobs.cluster.shared / "own_project"
     shutil.copytree(EXAMPLE, folder)
     recipe = folder / "recipes/own_project/recipe.toml"
-    recipe.write_text(
-        recipe.read_text().replace("\n[verify]\n", "\n[verify]\nnodes = 1\nnproc_per_node = 1\nepochs = 2\n")
-    )
+    recipe.write_text(recipe.read_text().replace("\n[verify]\n", "\n[verify]\ntrainer = false\n"))
     repository = tqdm_repository(jobs.cluster.folder / "tqdm", session_store)
     envbuild = Command(folder, {"ENVBUILD_STORE": str(session_store), **repository})
     locked = envbuild("lock", "own_project", "--target", f"cpu-{host_arch()}", "--wheels", "--upgrade", "tqdm")
