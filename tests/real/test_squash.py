@@ -31,7 +31,7 @@ from envbuild.verify.image_file import open_image_file, own_manifest
 from envbuild.verify.runtimes import open_file_subject
 from envbuild.verify.static_checks import check_installed
 
-from .conftest import NO_DAEMON, Command, link_store, tiny_site, use_base_of_pt_minimal
+from .conftest import Command, link_store, tiny_site, use_base_of_pt_minimal
 from .test_docker_out import AS_NOBODY, NOBODY
 
 ARCH = os.uname().machine
@@ -100,11 +100,12 @@ def test_a_file_that_was_added_to_an_image_is_named(
     assert f"/{FILE_NAME} (another one" in check_installed(subject, subject.survey(600)).seen
 
 
-def test_a_user_without_privileges_gets_a_verified_image_from_a_store_of_their_own(
-    squash: dict[str, Any], session_store: Path, tmp_path_factory: pytest.TempPathFactory
+def test_a_user_without_privileges_gets_a_verified_image_from_a_store_of_their_own_and_trains(
+    squash: dict[str, Any], tiny_squash: dict[str, Any], session_store: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder = tmp_path_factory.mktemp("nobody")
-    shutil.copytree(squash["command"].folder / "recipes", folder / "recipes")
+    command, folder = tiny_squash["command"], tmp_path_factory.mktemp("nobody")
+    for name in ("recipes", "wheels"):
+        shutil.copytree(command.folder / name, folder / name)
     # What lies in the session's store is read where it is; the folders are theirs to write in.
     link_store(session_store, folder / "store")
     for here, folders, _ in os.walk(folder):
@@ -114,20 +115,24 @@ def test_a_user_without_privileges_gets_a_verified_image_from_a_store_of_their_o
     for above in folder.parents[:3]:
         above.chmod(above.stat().st_mode | 0o011)
     env = {
-        **os.environ,
-        **NO_DAEMON,
+        **command.variables({}),
         "HOME": str(folder),
         "ENVBUILD_STORE": str(folder / "store"),
+        "PIP_FIND_LINKS": str(folder / "wheels"),
         "TMPDIR": str(folder),
     }
-    line = ["enroot", "--out", "pytorch.sqsh", "--locked", "--verify", "quick", "--json"]
+    line = ["enroot", "tiny_image", "--out", "tiny.sqsh", "--locked", "--json"]
     line = [*AS_NOBODY, *Command(folder).line(*line)]
     made = json.loads(run(*line, cwd=folder, env=env).stdout)
-    assert made["digest"] == squash["enroot"]["digest"]
+    assert made["digest"] == tiny_squash["enroot"]["digest"]
     receipt = json.loads(Path(made["receipt"]).read_text())
     assert receipt["passed"] and receipt["runtime"].startswith("own:")
-    assert os.stat(folder / "pytorch.sqsh").st_uid == NOBODY
-    assert not list(folder.glob(".pytorch*")) and not list((folder / "store/launched").iterdir())
+    assert os.stat(folder / "tiny.sqsh").st_uid == NOBODY
+    line = Command(folder).line("run", "--bind", folder, squash["enroot"]["path"], *TRAIN)
+    trained = run(*AS_NOBODY, *line, cwd=folder, env=env)
+    assert "epoch" in (trained.stdout + trained.stderr).lower()
+    assert os.stat(folder / "snapshot.pt").st_uid == NOBODY
+    assert not list(folder.glob(".tiny*")) and not list((folder / "store/launched").iterdir())
 
 
 def test_apptainer_itself_trains_in_the_sif_and_lists_what_is_in_it(
