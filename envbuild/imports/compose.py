@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-from urllib.parse import unquote
 
 from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
 from packaging.requirements import Requirement
@@ -30,6 +29,7 @@ from envbuild.imports.signs import (
 )
 from envbuild.imports.statement import (
     LINUX,
+    OF_HOST,
     OTHER_SYSTEM,
     OWN_NAME,
     UNUSED_INDEX,
@@ -37,11 +37,14 @@ from envbuild.imports.statement import (
     Lose,
     Statement,
     always_on_linux,
+    carried_as,
     for_linux,
     is_of_other_system,
+    is_torch_wheel,
     linux_places,
     lose_contradicting,
     minor_versions,
+    of_torch_wheel,
     project_of,
     python_version,
     split_extras,
@@ -64,35 +67,12 @@ _REQUIREMENTS = ("requirement", "constraint", "pin")
 # The tag in a local version of a build for an accelerator: torch==2.7.1+cu126, but not flash-attn==2.8+cu12torch2.7.
 _LOCAL = re.compile(r"===?[^;,+=]*\+([a-z]+[0-9]*(?:\.[0-9]+)*)(?![A-Za-z0-9])")
 _ANY_LOCAL = re.compile(r"===?[^;,+=]*(\+[^\s;,]+)")
-_OF_HOST = "a file of the host on which it was written"
-# A wheel of one of PyTorch's packages on the host that wrote the file, or at an address without a sha256: their indexes
-# have the same version.
-_WHEEL = re.compile(
-    r"(torch(?:vision|audio|text|data)?)\s*@\s*"
-    r"(?:file:|https?://download\.pytorch\.org/whl/(?=\S*(?:\+|%2B))(?!\S*sha256=))"
-    r"\S*/torch[a-z]*-([^-/\s]+)-[^/\s]*\.whl[^\s;]*"
-)
-
-
-def _is_wheel(statement: Statement) -> bool:
-    return statement.kind in _REQUIREMENTS and not statement.reason and _WHEEL.match(statement.text) is not None
-
-
-def _of_wheel(statement: Statement) -> Statement:
-    """Return the statement with the version of a wheel of PyTorch's on another host instead of its path."""
-    text = _WHEEL.sub(lambda match: f"{match[1]}=={unquote(match[2])}", statement.text, count=1)
-    return replace(statement, text=text) if _is_wheel(statement) else statement
-
-
-def _carried_as(statement: Statement) -> str:
-    reason = _OF_HOST if re.search(r"@\s*file:", statement.text) else "its URL has no sha256, and its index has it"
-    return f"{reason}: carried as {_of_wheel(statement).text}"
 
 
 def _requirement_problem(text: str) -> str | None:
     problem = OTHER_SYSTEM if is_of_other_system(text) else checks.requirement_problem(text)
     if re.search(r"@\s*file:", text):
-        return f"{_OF_HOST}: copy it into the recipe's folder, name it `NAME @ ./FILE`"
+        return f"{OF_HOST}: copy it into the recipe's folder, name it `NAME @ ./FILE`"
     if problem is None and (reference := reference_of(text)) and reference.kind == "path":
         return "a file of the project: copy it into the recipe's folder, and name it as `NAME @ ./FILE`"
     return problem
@@ -153,8 +133,9 @@ def compose(
         return list(dict.fromkeys(e.text for e in kept if e.kind in kinds and _PLATFORMS.get(e.platform, "") == arch))
 
     statements = list(statements)
-    gone += [replace(statement, reason=_carried_as(statement)) for statement in statements if _is_wheel(statement)]
-    given = _once(map(_without_extras, map(_of_wheel, statements)))
+    wheels = [statement for statement in statements if is_torch_wheel(statement)]
+    gone += [replace(statement, reason=carried_as(statement)) for statement in wheels]
+    given = _once(map(_without_extras, map(of_torch_wheel, statements)))
     comments = [statement for statement in given if statement.kind == "comment"]
     given = [statement for statement in given if statement.kind != "comment"]
     chosen = {normalise(group) for group in groups}
@@ -164,7 +145,7 @@ def compose(
             tail = nearest(group, sorted(known.values())) if known else ""
             gone.append(Statement("extra", group, "--extra", reason=f"no statement belongs to it{tail}"))
     for statement in given:
-        problem = statement.reason or _problem(statement, chosen)
+        problem = statement.reason or _problem(statement, chosen, known)
         lose(statement, problem) if problem else kept.setdefault(statement)
     arches = [Target.parse(target).arch] if target else _arches(kept)
     here, left_out, elsewhere = _by_use(given, kept, arches, chosen)
@@ -191,7 +172,7 @@ def compose(
             lose(statement, f"no target is for {tag}: choose with --target" if accelerator_of(tag) else _NO_TARGET)
         elif statement.kind == "channel" and not is_conda:
             lose(statement, "no conda package is in the sources")
-    python = python_version(kept, given, lose, preferred)
+    python = python_version(kept, given, lose, preferred, wheels)
     lose_contradicting(kept, lose)
     pins = _pins(kept, python, targets, lose)
     named, limits = _merged(kept, "requirement"), _merged(kept, "constraint")
@@ -271,7 +252,10 @@ def compose(
     if not notes[0] and signed != chosen_tags and tags == {*chosen_tags}:
         notes.append(published_note(signs, signed, targets))
     if not target and not any(map(_chooses, kept)):
-        notes += [group_note(gpu_signs(left_out), targets), elsewhere_note(gpu_signs(elsewhere), targets)]
+        notes += [
+            group_note(gpu_signs(left_out), targets, _with_content(given, known)),
+            elsewhere_note(gpu_signs(elsewhere), targets),
+        ]
         if not notes[0]:
             notes.append(elsewhere_note(of_comments, targets, "comments of the sources"))
     return Draft(name, data, tuple(kept), tuple(gone), ". ".join(filter(None, notes)))
@@ -319,10 +303,16 @@ def _without_extras(statement: Statement) -> Statement:
     return replace(statement, text=f"{text.strip()} ; {rest}" if rest else text.strip(), group=statement.group or names)
 
 
-def _left_out(statement: Statement, groups: set[str]) -> bool:
+def _left_out(statement: Statement, groups: Collection[str]) -> bool:
     """Return whether a statement has groups, but none of `groups` (normalised names, PEP 685)."""
     own = statement.group.split()
-    return bool(own) and groups.isdisjoint(map(normalise, own))
+    return bool(own) and not any(normalise(name) in groups for name in own)
+
+
+def _with_content(given: Iterable[Statement], known: Collection[str]) -> set[str]:
+    """Return the groups, of the `known` ones, that have a statement that can be carried."""
+    fit = (statement for statement in given if not (statement.reason or _problem(statement, known)))
+    return {name for statement in fit for name in statement.group.split()}
 
 
 def _chooses(statement: Statement) -> bool:
@@ -339,12 +329,14 @@ def _is_for(statement: Statement, arches: Collection[str]) -> bool:
     return is_here and for_linux(marker, linux_places(arches))
 
 
-def _problem(statement: Statement, groups: set[str]) -> str | None:
-    """Return why a statement cannot be carried, or None; `groups` are normalised names (PEP 685)."""
+def _problem(statement: Statement, groups: Collection[str], known: Collection[str] = ()) -> str | None:
+    """Return why a statement cannot be carried, or None; `groups` and all, `known`, are normalised names (PEP 685)."""
     if _left_out(statement, groups):
         own = statement.group.split()
         more = [f"{len(own) - 2} more"] if len(own) > 3 else own[2:]
-        return f"belongs to {' and '.join((*own[:2], *more))}: carry it with --extra {own[0]}"
+        problem = _problem(statement, known)
+        advice = f", and cannot be carried: {problem}" if problem else f": carry it with --extra {own[0]}"
+        return f"belongs to {' and '.join((*own[:2], *more))}{advice}"
     if statement.kind == "channel" and statement.text == "nodefaults":
         return "envbuild adds no default channels"
     if statement.kind == "conda" and re.search(r"\[(?!build=|version=)", statement.text):

@@ -6,6 +6,7 @@ Sources: docs.astral.sh/uv, "Lockfile" (version 1); packaging.python.org, "pyloc
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,12 +22,14 @@ from envbuild.base.toml import Document, list_at, read, table_at, value_at
 from envbuild.contract.conda_meta import is_conda
 from envbuild.imports.pip_files import HASHES, poetry_specifier
 from envbuild.imports.statement import (
+    FOREIGN_FILE,
     INDEX,
     OTHER_SYSTEM,
     OWN,
     OWN_NAME,
     SOURCE,
     Statement,
+    always_on_linux,
     check_version,
     for_linux,
     git_address,
@@ -50,6 +53,9 @@ _FORMATS = {
 _ELSEWHERE = {"git", "url", "path", "directory", "vcs", "archive", "file", "virtual", "editable"}
 _REMOTE = {"git", "url", "vcs", "archive"}
 _FOLDERS = {"path", "directory", "virtual", "editable"}
+_FOREIGN = (
+    "its wheels in the lock are for another operating system: its version is carried, of which an index may have others"
+)
 _EXTRA = r"extra == ['\"]([^'\"]+)['\"]"
 _CLAUSE = re.compile(r"""(?:extra (?:==|!=) ['"][^'"]*['"]|['"][^'"]*['"] (?:not )?in (?:extras|dependency_groups))""")
 
@@ -90,13 +96,39 @@ def read_toml_lock(path: Path, groups: Collection[str] = ()) -> Iterator[Stateme
             yield lost(f"{row.get('name')} {row.get('version', '')} {source or ''}", at, reason, group)
         else:
             yield _pin(row.get("name"), row.get("version"), marker, at, group)
+            wheels = _wheels(row) if name == "pylock.toml" else []
+            if wheels and all(map(FOREIGN_FILE.search, wheels)):
+                yield lost(wheels[0], at, _FOREIGN, group)
             registry = str(source.get("registry") or source.get("url") or row.get("index") or "")
             if (registry, group) not in seen and (registry, "") not in seen:
                 seen.add((registry, group))
                 is_pytorch = "/whl/" in registry or any(map(accelerator_of, registry.split("/")[3:]))
                 yield Statement("index", registry, at, group) if is_pytorch else lost(registry, at, INDEX, group)
+    yield from _python_of_wheels(document) if name == "pylock.toml" else ()
     yield from _manifest(document)
     yield lost("url, hash, size", str(path), HASHES)
+
+
+def _wheels(row: Mapping[str, Any]) -> list[str]:
+    """Return the file names of the wheels of a package in a pylock.toml, [] if it has a source archive, too."""
+    rows = [] if row.get("sdist") else list_at(row, "wheels")
+    return [posixpath.basename(str(value_at(wheel, "name") or value_at(wheel, "url"))) for wheel in rows]
+
+
+def _python_of_wheels(document: Document) -> Iterator[Statement]:
+    """Yield the Pythons that can install each package of a pylock.toml, unless that is each Python."""
+    fitting, place = set[str](), ""
+    for number, row in enumerate(map(table_at, list_at(document.data, "packages"))):
+        matches = [re.search(r"-cp3(\d+)-cp3\d+-[^-]+\.whl$", wheel) for wheel in _wheels(row)]
+        of_row = {f"3.{match[1]}" for match in matches if match}
+        if matches and all(matches) and always_on_linux(_markers(row)) and not list_at(row, "groups"):
+            fitting = fitting & of_row if place else of_row
+            place = place or document.where("packages", number)
+    others = [f"!={python}.*" for python in PYTHONS if python not in fitting]
+    if len(fitting) == 1 or (fitting and len(others) == len(PYTHONS)):
+        yield Statement("python", f"=={min(fitting)}.*", place)
+    elif fitting and others:
+        yield Statement("python", ",".join(others), place)
 
 
 def _manifest(document: Document) -> Iterator[Statement]:
@@ -324,10 +356,9 @@ def read_pipfile_lock(path: Path) -> Iterator[Statement]:
     for source_row in map(table_at, list_at(meta, "sources")):
         yield Statement("index", str(source_row.get("url")), str(path))
     for category in data.keys() - {"_meta"}:
-        start = next((number for number, line in enumerate(lines) if line.strip().startswith(f'"{category}":')), 0)
+        start = _line_of_table(lines, category, 0)
         for name, row in table_at(data, category).items():
-            numbers = (number for number in range(start, len(lines)) if lines[number].strip().startswith(f'"{name}":'))
-            place, about = f"{path}:{next(numbers, 0) + 1}", table_at(row)
+            place, about = f"{path}:{_line_of_table(lines, name, start) + 1}", table_at(row)
             group = "" if category == "default" else category
             address = git_address(about | {"rev": about.get("ref")})
             if not address and (not isinstance(about.get("version"), str) or _ELSEWHERE & about.keys()):
@@ -338,6 +369,12 @@ def read_pipfile_lock(path: Path) -> Iterator[Statement]:
                 version = f" @ {address}" if address else about["version"].removeprefix("==")
                 yield _pin(full, version, _markers(about), place, group)
     yield lost("hashes", str(path), HASHES)
+
+
+def _line_of_table(lines: Sequence[str], name: str, start: int) -> int:
+    """Return the index of the first of `lines` from `start` where the object `name` begins, 0 if there is none."""
+    begin = re.compile(rf'\s*"{re.escape(name)}"\s*:\s*\{{')  # "index" may be a package, and is a key of all
+    return next((number for number in range(start, len(lines)) if begin.match(lines[number])), 0)
 
 
 def is_environment(path: Path) -> bool:

@@ -287,8 +287,11 @@ def gpu_note(signs: Sequence[GpuSign], targets: Sequence[Target], tags: Sequence
     return f"{head} For these GPUs choose {words} {choice}-{targets[0].arch}"
 
 
-def group_note(signs: Sequence[GpuSign], targets: Sequence[Target]) -> str:
-    """Return the warning that extras and groups with GPU `signs` are not carried, or ""."""
+def group_note(signs: Sequence[GpuSign], targets: Sequence[Target], usable: Collection[str]) -> str:
+    """Return the warning that extras and groups with GPU `signs` are not carried, or "".
+
+    It advises those that are `usable`: they have a statement that can be carried.
+    """
     groups: dict[str, GpuSign] = {}
     signs = sorted(signs, key=lambda sign: not sign.tag)  # those that choose a target first
     for sign in signs:
@@ -297,10 +300,10 @@ def group_note(signs: Sequence[GpuSign], targets: Sequence[Target]) -> str:
         return ""
     signs = [*groups.values(), *(sign for sign in signs if sign not in groups.values())]
     names = ", ".join(target.name for target in targets)
-    choice = " or ".join(f"--extra {name}" for name in list(groups)[:_SHOWN])
+    choice = " or ".join(f"--extra {name}" for name in [name for name in groups if name in usable][:_SHOWN])
     return (
         f"extras or groups that name GPUs are not carried, and the recipe is for {names}:"
-        f" {_named(signs)}. To carry them choose {choice}"
+        f" {_named(signs)}. {f'To carry them choose {choice}' if choice else 'None of their statements can be carried'}"
     )
 
 

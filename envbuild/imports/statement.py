@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from packaging.markers import Marker
 from packaging.requirements import InvalidRequirement, Requirement
@@ -243,6 +244,8 @@ def project_of(text: str) -> str:
     return normalise(re.split(r"[^\w.-]", text, maxsplit=1)[0])
 
 
+# The end of the name of a wheel for macOS or Windows.
+FOREIGN_FILE = re.compile(r"-(?:macosx_|win_|win32)[a-z0-9_.]*\.whl(?![\w.])")
 # Packages and wheels that exist for macOS or Windows alone.
 _OF_OTHER_SYSTEM = re.compile(
     r"(?:tensorflow[-_](?:macos|metal)|jax[-_]metal)(?![\w.-])|[\w.-]+(?:\[[^\]]*\])?\s*@\s*https?:\S+-(?:macosx_|win_|win32)[a-z0-9_]*\.whl(?![\w.])"
@@ -254,6 +257,39 @@ def is_of_other_system(text: str) -> bool:
     return _OF_OTHER_SYSTEM.match(text) is not None
 
 
+OF_HOST = "a file of the host on which it was written"
+# A wheel of one of PyTorch's packages on the host that wrote the file, or at an address without a sha256: their indexes
+# have the same version.
+_TORCH_WHEEL = re.compile(
+    r"(torch(?:vision|audio|text|data)?)\s*@\s*"
+    r"(?:file:|https?://download\.pytorch\.org/whl/(?=\S*(?:\+|%2B))(?!\S*sha256=))"
+    r"\S*/torch[a-z]*-([^-/\s]+)-[^/\s]*\.whl[^\s;]*"
+)
+
+
+def is_torch_wheel(statement: Statement) -> bool:
+    """Return whether a requirement is a wheel of PyTorch's that the recipe has as a version instead."""
+    return (
+        statement.kind in ("requirement", "constraint", "pin")
+        and not statement.reason
+        and _TORCH_WHEEL.match(statement.text) is not None
+    )
+
+
+def of_torch_wheel(statement: Statement) -> Statement:
+    """Return the statement with the version of a wheel of PyTorch's on another host instead of its path."""
+    text = _TORCH_WHEEL.sub(lambda match: f"{match[1]}=={unquote(match[2])}", statement.text, count=1)
+    return replace(statement, text=text) if is_torch_wheel(statement) else statement
+
+
+def carried_as(statement: Statement) -> str:
+    """Return why the recipe has the version of a wheel of PyTorch's instead of its address."""
+    if FOREIGN_FILE.search(statement.text):
+        return f"{OTHER_SYSTEM}, and its index has the version for Linux: carried as {of_torch_wheel(statement).text}"
+    reason = OF_HOST if re.search(r"@\s*file:", statement.text) else "its URL has no sha256, and its index has it"
+    return f"{reason}: carried as {of_torch_wheel(statement).text}"
+
+
 Lose = Callable[[Statement, str], None]
 # Pythons before those of envbuild.
 _OLD = ("2.7", *(f"3.{minor}" for minor in range(5, 9)))
@@ -261,11 +297,17 @@ _OLD = ("2.7", *(f"3.{minor}" for minor in range(5, 9)))
 _WHEEL = re.compile(r"/([\w.]+)-[^-/\s]+-cp(3)(\d+)-cp3\d+-[^/\s]*\.whl")
 
 
-def python_version(kept: Collection[Statement], given: Iterable[Statement], lose: Lose, preferred: str) -> str:
+def python_version(
+    kept: Collection[Statement],
+    given: Iterable[Statement],
+    lose: Lose,
+    preferred: str,
+    replaced: Collection[Statement] = (),
+) -> str:
     """Return a Python that all specifiers accept and for which pinned packages have wheels.
 
     It is the `preferred` one, else the first of `pythons`. `given` are all statements of the sources: files for one
-    Python that a recipe cannot have still tell it.
+    Python that a recipe cannot have still tell it. `replaced` are those whose wheel is carried as a version.
     """
     accepted, old = pythons(), list[Statement]()
     stated = [statement for statement in kept if statement.kind == "python" or re.match(r"python \d", statement.text)]
@@ -283,9 +325,14 @@ def python_version(kept: Collection[Statement], given: Iterable[Statement], lose
         elif not fitting:
             lose(statement, f"no Python of {PYTHONS[0]} to {PYTHONS[-1]} that the other sources accept too")
         accepted = fitting or accepted
-    for fits in (_has_files(given), _has_wheels(kept)):
+    if any(python in _OLD for known in _of_files([*kept, *replaced]).values() for python in known.values()):
+        accepted = sorted(accepted, key=PYTHONS.index)
+    for fits in (_has_files([*given, *replaced]), _has_wheels(kept)):
         accepted = [python for python in accepted if fits(python)] or accepted
     chosen = preferred if preferred in accepted else accepted[0]
+    for known in _of_files([*kept, *replaced]).values():
+        for statement, python in known.items() if chosen not in known.values() else ():
+            lose(statement, f"its wheel is for Python {python}, and the recipe has {chosen}")
     for statement in old:
         lose(statement, f"envbuild has Python {PYTHONS[0]} to {PYTHONS[-1]}: the recipe has {chosen}")
     return chosen
@@ -326,14 +373,20 @@ def pythons() -> list[str]:
     return sorted(newer_first, key=lambda python: f"python{python}-" not in packages)
 
 
-def _has_files(given: Iterable[Statement]) -> Callable[[str], bool]:
-    """Return whether a Python can install one wheel at an address of each package that has such wheels."""
-    versions: dict[str, set[str]] = {}
-    for statement in given:
+def _of_files(statements: Iterable[Statement]) -> dict[str, dict[Statement, str]]:
+    """Return the statements with a wheel at an address, by project, with the Python that alone can install it."""
+    files: dict[str, dict[Statement, str]] = {}
+    for statement in statements:
         match = _WHEEL.search(statement.text) if statement.kind in ("requirement", "pin") else None
         if match and not statement.group:
-            versions.setdefault(normalise(match[1]), set()).add(f"{match[2]}.{match[3]}")
-    return lambda python: all(python in known for known in versions.values())
+            files.setdefault(normalise(match[1]), {})[statement] = f"{match[2]}.{match[3]}"
+    return files
+
+
+def _has_files(given: Iterable[Statement]) -> Callable[[str], bool]:
+    """Return whether a Python can install one wheel at an address of each package that has such wheels."""
+    versions = [{*known.values()} for known in _of_files(given).values()]
+    return lambda python: all(python in known for known in versions)
 
 
 def _has_wheels(kept: Iterable[Statement]) -> Callable[[str], bool]:
