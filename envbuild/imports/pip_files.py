@@ -52,6 +52,7 @@ _NO_DEPENDENCIES = frozenset(("--no-deps", "--no-dependencies"))
 _APART = (
     "installed without its dependencies, which may contradict the other packages: add it if `envbuild lock` accepts it"
 )
+_AFTER_OPTIONS = "words after the options of a line: pip ignores them; a package needs a line of its own"
 # What the options mean that name packages or indexes.
 _FILES = {"--requirement": "requirement", "--requirements": "requirement", "--constraint": "constraint"} | {
     "--constraints": "constraint"
@@ -91,7 +92,7 @@ def pip_line(
     """
     requirement, *options = re.split(r"(?:^|\s+)(?=-)", text, maxsplit=1)
     if not requirement:
-        yield from pip_words(_split(options[0]), place, find, kind, seen)
+        yield from pip_words(_split(options[0]), place, find, kind, seen, is_file=True)
         return
     yield Statement(kind, _named(requirement.strip()), place)
     for option in re.split(r"\s+(?=--[a-z])", options[0]) if options else ():
@@ -99,12 +100,27 @@ def pip_line(
 
 
 def pip_words(
-    words: list[str], place: str, find: Find, kind: str = "requirement", seen: tuple[Path, ...] = ()
+    words: list[str],
+    place: str,
+    find: Find,
+    kind: str = "requirement",
+    seen: tuple[Path, ...] = (),
+    *,
+    is_file: bool = False,
 ) -> Iterator[Statement]:
-    """Yield the statements of the arguments of `pip install`; arguments as in `pip_line`."""
+    """Yield the statements of the arguments of `pip install`; arguments as in `pip_line`.
+
+    With `is_file`, the words are a line with options of a requirements file: pip ignores those that are no options.
+    """
     left, alone = deque(words), not _NO_DEPENDENCIES.isdisjoint(words)
     while left:
         word = left.popleft()
+        if is_file and not re.match(r"-[-\w]", word):
+            ignored = [word]
+            while left and not re.match(r"-[-\w]", left[0]):
+                ignored.append(left.popleft())
+            yield lost(" ".join(ignored), place, _AFTER_OPTIONS)
+            continue
         if not re.match(r"-[-\w]", word):
             is_apart = alone and "==" in word and not re.match(r"torch(?![\w-])", word)
             yield Statement(kind, _named(word), place, reason=_APART if is_apart else "")
@@ -318,6 +334,7 @@ _COMPUTED = "computed by the program, which init does not run: name {} with --fr
 _LISTS = {"install_requires": "", "setup_requires": "setup_requires", "tests_require": "tests_require"}
 _NO_CATEGORIES = ("source", "requires", "scripts", "pipenv")
 _CATEGORIES = {"packages": "", "dev-packages": "develop"}
+_MARK = "\0"  # before the number of a line
 _SETTINGS = {"extras", "editable", "path", "file", "index", "git", "ref", "subdirectory", "version", "markers"}
 
 
@@ -385,8 +402,12 @@ def _assigned(tree: ast.Module) -> dict[str, ast.expr]:
 
 def _literal(node: ast.expr, values: Mapping[str, ast.expr]) -> object:
     """Return the value of a literal, or of a name for one; None for any other expression."""
+    node = values.get(node.id, node) if isinstance(node, ast.Name) else node
+    if isinstance(node, ast.JoinedStr):  # an f-string, which is a literal without placeholders
+        parts = [part.value for part in node.values if isinstance(part, ast.Constant)]
+        return "".join(map(str, parts)) if len(parts) == len(node.values) else None
     try:
-        return ast.literal_eval(values.get(node.id, node) if isinstance(node, ast.Name) else node)
+        return ast.literal_eval(node)
     except (ValueError, TypeError, MemoryError, RecursionError):
         return None
 
@@ -410,12 +431,14 @@ def _requirements(
 ) -> Iterator[Statement]:
     """Yield the requirements in the value of the keyword `name`; a string has one in each line."""
     for item in _items(node, values):
-        text, place = _literal(item, values), f"{file}:{item.lineno}"
+        text, first = _literal(item, values), item.lineno
         if not isinstance(text, str):
-            yield lost(f"{name}: {ast.unparse(item)}", place, computed, group)
+            yield lost(f"{name}: {ast.unparse(item)}", f"{file}:{first}", computed, group)
             continue
-        for line in filter(None, map(str.strip, text.split("\n"))):
-            yield Statement("requirement", line, place, group)
+        is_block = text.count("\n") == (item.end_lineno or first) - first  # its lines are those of the file
+        for number, line in enumerate(map(str.strip, text.split("\n")), first):
+            if line:
+                yield Statement("requirement", line, f"{file}:{number if is_block else first}", group)
 
 
 def _extras(node: ast.expr, values: Mapping[str, ast.expr], file: str, computed: str) -> Iterator[Statement]:
@@ -444,28 +467,32 @@ def read_setup_cfg(path: Path) -> Iterator[Statement]:
     text = text_of(path)
     config = configparser.RawConfigParser(inline_comment_prefixes=None)
     config.optionxform = str  # type: ignore[assignment,method-assign]
+    # Each line of a value ends with its number, so that a comment with the same text is not taken for it.
+    lines = enumerate(text.split("\n"), 1)
     try:
-        config.read_string(text)
+        config.read_string("\n".join(f"{line}{_MARK}{number}" if line.strip() else line for number, line in lines))
     except configparser.Error as error:
-        raise UsageError(f"{path}: {' '.join(str(error).split())}", "correct the file") from None
-    lines = text.split("\n")
-
-    def place(word: str) -> str:
-        return f"{path}:{next((number for number, line in enumerate(lines, 1) if word in line), 1)}"
-
+        problem = re.sub(r"(?:\0|\\x00)\d+", "", " ".join(str(error).split()))
+        raise UsageError(f"{path}: {problem}", "correct the file") from None
     for section, key, kind in (("metadata", "name", "name"), ("options", "python_requires", "python")):
-        if value := config.get(section, key, fallback=""):
-            yield Statement(kind, value.strip(), place(key))
+        for value, place in _lines_of(config, section, key, path)[:1]:
+            yield Statement(kind, value, place)
     groups = {("options", key): group for key, group in _LISTS.items()}
     extras = "options.extras_require"
     groups |= {(extras, key): key for key in (config.options(extras) if config.has_section(extras) else ())}
     for (section, key), group in groups.items():
-        for line in config.get(section, key, fallback="").replace(";\n", "\n").split("\n"):
-            stripped = line.split(" #")[0].strip()
+        for line, place in _lines_of(config, section, key, path):
+            stripped = line.split(" #")[0].rstrip("; ")
             if stripped.startswith("file:"):
-                yield lost(f"{key} = {stripped}", place(stripped), "name that file with --from", group)
+                yield lost(f"{key} = {stripped}", place, "name that file with --from", group)
             elif stripped and not stripped.startswith("#"):
-                yield Statement("requirement", stripped, place(stripped), group)
+                yield Statement("requirement", stripped, place, group)
+
+
+def _lines_of(config: configparser.RawConfigParser, section: str, key: str, path: Path) -> list[tuple[str, str]]:
+    """Return the lines of a value that have text, each with its place, which `read_setup_cfg` appends to it."""
+    lines = [line.rpartition(_MARK) for line in config.get(section, key, fallback="").split("\n")]
+    return [(text.strip(), f"{path}:{number}") for text, _, number in lines if text.strip()]
 
 
 def read_pipfile(path: Path) -> Iterator[Statement]:

@@ -278,6 +278,8 @@ def index_problem(url: str) -> str | None:
         return "not a URL"
     if not url.isprintable() or " " in url:
         return "not a URL: holds blanks or unprintable characters"
+    if variable := re.search(r"\$\w+|\$?\{[^}]*\}?", url):
+        return f"holds the variable {variable[0]}, which has no value here: write its value"
     if parts.scheme == "file":
         good = parts.netloc in ("", "localhost") and parts.path.startswith("/")
         return None if good else "a file URL has an absolute path: file:///PATH"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from lab.drafts import draft_of
+
+from envbuild.base.errors import UsageError
 
 SETUP = """
 from setuptools import find_packages, setup
@@ -110,3 +113,59 @@ def test_a_pipfile_with_categories_and_addresses(tmp_path: Path) -> None:
     reasons = {one.text: one.reason for one in draft.lost}
     assert reasons[f"torch @ {wheel}"].endswith("its index has it: carried as torch==2.6.0+cu124")
     assert "--extra gpu" in reasons["https://download.pytorch.org/whl/cu118"]
+
+
+def test_f_strings_without_a_placeholder_are_literals_and_lines_are_those_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "setup.py").write_text(
+        "VERSION = 2\nsetup(\n    install_requires=[f'rich>=13', 'six' f'>=1', f'idna>={VERSION}'],\n"
+        "    tests_require='''\n    attrs\n    toml\n    ''',\n)\n"
+    )
+    draft, recipe = draft_of(tmp_path / "setup.py")
+    assert recipe.requirements == ("rich>=13", "six>=1")
+    lost = {one.text: one.place.rpartition(":")[2] for one in draft.lost}
+    assert lost == {"install_requires: f'idna>={VERSION}'": "3", "attrs": "5", "toml": "6"}
+
+
+def test_an_extra_is_advised_only_if_a_statement_of_it_can_be_carried(tmp_path: Path) -> None:
+    (tmp_path / "setup.py").write_text(
+        "setup(extras_require={'gpu': [f'cupy-cuda12x @ https://host.example/cupy.html']"
+        ", 'cuda': ['cupy-cuda12x; sys_platform == \"win32\"', 'flash-attn']})\n"
+    )
+    draft, _ = draft_of(tmp_path / "setup.py", target=None)
+    reasons = {
+        one.text.split(" ")[0]: one.reason for one in draft.lost if "host.example" in one.text or "fl" in one.text
+    }
+    assert reasons["cupy-cuda12x"].startswith("belongs to gpu, and cannot be carried: ")
+    assert reasons["flash-attn"] == "belongs to cuda: carry it with --extra cuda"
+    assert draft.warning.endswith("To carry them choose --extra cuda")
+    (tmp_path / "setup.py").write_text(
+        "setup(extras_require={'gpu': ['cupy-cuda12x @ https://host.example/a.html']})\n"
+    )
+    draft, _ = draft_of(tmp_path / "setup.py", target=None)
+    assert "GPU" in draft.warning and "--extra" not in draft.warning
+
+
+def test_lines_of_setup_cfg_are_those_of_their_statements(tmp_path: Path) -> None:
+    (tmp_path / "setup.cfg").write_text(
+        "# name = other\n[metadata]\nname = own\n[options]\n# rich; idna\n# python_requires = >=3\n"
+        "python_requires = >=3.10\ninstall_requires =\n\n    rich;\n    # six\n    idna\n"
+    )
+    draft, recipe = draft_of(tmp_path / "setup.cfg")
+    places = {one.text: int(one.place.rpartition(":")[2]) for one in draft.carried}
+    assert places == {"own": 3, ">=3.10": 7, "rich": 10, "idna": 12} and recipe.requirements == ("rich", "idna")
+    (tmp_path / "setup.cfg").write_text("[options]\ninstall_requires = rich\nnot a pair\n")
+    with pytest.raises(UsageError) as caught:
+        draft_of(tmp_path / "setup.cfg")
+    assert "'not a pair'" in caught.value.message.replace("\\n", "") and "\0" not in caught.value.message
+
+
+def test_a_package_of_a_pipfile_lock_that_is_called_as_a_key(tmp_path: Path) -> None:
+    (tmp_path / "Pipfile.lock").write_text(
+        '{\n"_meta": {"pipfile-spec": 6},\n"default": {\n"attrs": {\n"version": "==1"\n},\n"version": {\n'
+        '"version": "==2"\n}\n}\n}\n'
+    )
+    draft, _ = draft_of(tmp_path / "Pipfile.lock")
+    assert {one.text: one.place.rpartition(":")[2] for one in draft.carried if one.kind == "pin"} == {
+        "attrs==1": "4",
+        "version==2": "7",
+    }

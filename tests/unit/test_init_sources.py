@@ -255,3 +255,60 @@ def test_a_wheel_beside_the_file_is_no_folder(tmp_path: Path) -> None:
     draft, _ = imported(tmp_path, "requirements.txt", "./wheels/x.whl\n-c https://host.example/limits.txt\n-e .\n")
     assert "a file of the project" in reason(draft, "./wheels/x.whl")
     assert "a file at a URL" in reason(draft, "-c https") and "a folder with code" in reason(draft, "-e .")
+
+
+@pytest.mark.parametrize(
+    ("line", "ignored"),
+    [
+        ("-i https://index.example/simple ; python_version >= '3.10'", "; python_version >= 3.10"),
+        ("--extra-index-url https://index.example/simple cupy-cuda12x scipy", "cupy-cuda12x scipy"),
+        ("--pre rich --index-url=https://index.example/simple", "rich"),
+        ("--no-binary :all: scipy -i https://index.example/simple", "scipy"),
+    ],
+)
+def test_words_after_the_options_of_a_line_are_no_requirements(tmp_path: Path, line: str, ignored: str) -> None:
+    draft, recipe = imported(tmp_path, "requirements.txt", f"numpy\n{line}\n")
+    assert recipe.requirements == ("numpy",)
+    assert "pip ignores them" in reason(draft, ignored)
+    assert next(one.place for one in draft.lost if one.text == ignored).endswith("requirements.txt:2")
+    assert "https://index.example/simple" in recipe.targets["cpu-x86_64"].indexes
+    (tmp_path / "Dockerfile").write_text("FROM python:3.11\nRUN pip install -i https://index.example/simple numpy\n")
+    assert draft_of(tmp_path / "Dockerfile")[1].requirements == ("numpy",)
+
+
+def test_an_index_with_a_variable_is_named_and_not_carried(tmp_path: Path) -> None:
+    text = "--extra-index-url https://index.example/${BUILD}/simple\n-i https://index.example/simple\nnumpy\n"
+    draft, recipe = imported(tmp_path, "requirements.txt", text)
+    (lost,) = draft.lost
+    assert lost.place.endswith(":1") and "variable ${BUILD}" in lost.reason
+    assert not any("$" in url for url in recipe.targets["cpu-x86_64"].indexes)
+
+
+def test_the_python_and_the_system_of_a_wheel_at_an_address(tmp_path: Path) -> None:
+    url = "https://download.pytorch.org/whl/cu121/torch-2.4.1%2Bcu121-{0}-{0}-{1}.whl"
+    draft, recipe = imported(tmp_path, "requirements.txt", f"torch @ {url.format('cp312', 'win_amd64')}\n")
+    assert recipe.python == "3.12"
+    assert recipe.targets["cu121-x86_64"].requirements == ("torch==2.4.1+cu121",)
+    assert [one.reason.startswith("for another operating system") for one in draft.lost] == [True]
+    draft, recipe = imported(tmp_path, "requirements.txt", f"torch@{url.format('cp38', 'linux_x86_64')}\n")
+    reasons = [one.reason for one in draft.lost]
+    assert f"its wheel is for Python 3.8, and the recipe has {recipe.python}" in reasons
+    pin = "x @ https://host.example/x-1-{0}-{0}-linux_x86_64.whl#sha256=" + "0" * 64
+    draft, recipe = imported(tmp_path, "requirements.txt", f"{pin.format('cp37')}\nnumpy\n")
+    assert recipe.requirements == ("numpy",) and "is for Python 3.7" in draft.lost[0].reason
+
+
+def test_a_pylock_whose_wheels_are_for_one_python_and_system(tmp_path: Path) -> None:
+    def row(name: str, *files: str, more: str = "") -> str:
+        rows = ", ".join(f'{{ name = "{name}-1-{file}.whl" }}' for file in files)
+        return f'[[packages]]\nname = "{name}"\nversion = "1"\nwheels = [{rows}]\n{more}'
+
+    head, pure = 'lock-version = "1.0"\n', "py3-none-any"
+    text = head + row("six", pure) + row("a", "cp312-cp312-macosx_11_0_arm64") + row("b", "cp312-cp312-win32")
+    draft, recipe = imported(tmp_path, "pylock.toml", text)
+    assert recipe.python == "3.12" and set(recipe.requirements) == {"six==1", "a==1", "b==1"}
+    assert [one.text.split("-")[0] for one in draft.lost if "another operating system" in one.reason] == ["a", "b"]
+    both = row("a", "cp310-cp310-manylinux_2_28_x86_64", "cp310-cp310-win32") + row("b", "cp39-abi3-win32", pure)
+    source = row("c", "cp312-cp312-win32", more='sdist = { name = "c-1.tar.gz" }\n')
+    draft, recipe = imported(tmp_path, "pylock.toml", head + both + source)
+    assert recipe.python == "3.10" and not any("another operating" in one.reason for one in draft.lost)
