@@ -44,6 +44,7 @@ from envbuild.imports.statement import (
 )
 from envbuild.interpreter import minor_of
 from envbuild.lock.format import logical_lines
+from envbuild.recipe.checks import requirement_problem
 from envbuild.recipe.targets import accelerator_of
 
 HASHES = "hashes: `envbuild lock` writes those of the same versions"
@@ -485,8 +486,12 @@ def read_setup_cfg(path: Path) -> Iterator[Statement]:
             stripped = line.split(" #")[0].rstrip("; ")
             if stripped.startswith("file:"):
                 yield lost(f"{key} = {stripped}", place, "name that file with --from", group)
-            elif stripped and not stripped.startswith("#"):
-                yield Statement("requirement", stripped, place, group)
+                continue
+            # setuptools divides a value of one line at semicolons; those before a marker are left alone.
+            is_list = "\n" not in config.get(section, key) and requirement_problem(stripped) is not None
+            for item in map(str.strip, stripped.split(";") if is_list else [stripped]):
+                if item and not item.startswith("#"):
+                    yield Statement("requirement", item, place, group)
 
 
 def _lines_of(config: configparser.RawConfigParser, section: str, key: str, path: Path) -> list[tuple[str, str]]:

@@ -153,6 +153,11 @@ def test_lines_of_setup_cfg_are_those_of_their_statements(tmp_path: Path) -> Non
     draft, recipe = draft_of(tmp_path / "setup.cfg")
     places = {one.text: int(one.place.rpartition(":")[2]) for one in draft.carried}
     assert places == {"own": 3, ">=3.10": 7, "rich": 10, "idna": 12} and recipe.requirements == ("rich", "idna")
+    (tmp_path / "setup.cfg").write_text(
+        "[options]\ninstall_requires = rich; idna>=3;\nsetup_requires = six; python_version >= '3.9'\n"
+    )
+    draft, recipe = draft_of(tmp_path / "setup.cfg", groups=("setup_requires",))
+    assert recipe.requirements == ("rich", "idna>=3", 'six; python_version >= "3.9"') and not draft.lost
     (tmp_path / "setup.cfg").write_text("[options]\ninstall_requires = rich\nnot a pair\n")
     with pytest.raises(UsageError) as caught:
         draft_of(tmp_path / "setup.cfg")
