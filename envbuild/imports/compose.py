@@ -246,9 +246,8 @@ def compose(
     )
     gone += [*_rebuilt(kept, targets, given_target=bool(target)), *minor_versions(kept, python)]
     gone += [] if is_conda else _torch_builds(kept, targets)
-    of_comments, notes = gpu_signs(comments), [gpu_note(signs, targets, chosen_tags)]
-    if notes[0]:  # a comment may name the version
-        notes = [gpu_note([*signs, *of_comments], targets, chosen_tags)]
+    of_comments = gpu_signs(comments)
+    notes = [gpu_note(signs, of_comments, targets, chosen_tags)]
     if not notes[0] and signed != chosen_tags and tags == {*chosen_tags}:
         notes.append(published_note(signs, signed, targets))
     if not target and not any(map(_chooses, kept)):
@@ -311,8 +310,8 @@ def _left_out(statement: Statement, groups: Collection[str]) -> bool:
 
 def _with_content(given: Iterable[Statement], known: Collection[str]) -> set[str]:
     """Return the groups, of the `known` ones, that have a statement that can be carried."""
-    fit = (statement for statement in given if not (statement.reason or _problem(statement, known)))
-    return {name for statement in fit for name in statement.group.split()}
+    members = (statement for statement in given if statement.group and not statement.reason)
+    return {name for member in members if not _problem(member, known) for name in member.group.split()}
 
 
 def _chooses(statement: Statement) -> bool:
@@ -330,7 +329,10 @@ def _is_for(statement: Statement, arches: Collection[str]) -> bool:
 
 
 def _problem(statement: Statement, groups: Collection[str], known: Collection[str] = ()) -> str | None:
-    """Return why a statement cannot be carried, or None; `groups` and all, `known`, are normalised names (PEP 685)."""
+    """Return why a statement cannot be carried, or None.
+
+    The recipe has the statements of `groups`, out of all that are `known`: both are normalised names (PEP 685).
+    """
     if _left_out(statement, groups):
         own = statement.group.split()
         more = [f"{len(own) - 2} more"] if len(own) > 3 else own[2:]

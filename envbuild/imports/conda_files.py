@@ -84,7 +84,9 @@ def read_environment(path: Path) -> Iterator[Statement]:
     specs = [item for item in list_at(data, "dependencies") if isinstance(item, str)]
     pins = {spec.partition("::")[0] for spec in specs if "::" in spec}
     listed = list_at(data, "channels")
-    others = [spec for spec in specs if not re.match(r"\S+::|(?:python|pip)(?![\w.-])", spec) and not listed]
+    # conda takes these from its own default channels.
+    others = [] if listed else [spec for spec in specs if not re.match(r"\S+::|(?:python|pip)(?![\w.-])", spec)]
+    channels = listed or ([] if others else [*pins])
     for key, value in data.items():
         place = f"{path}:{_line(data, key) + 1}"
         if key in KINDS:
@@ -101,7 +103,7 @@ def read_environment(path: Path) -> Iterator[Statement]:
                         channel, marks, spec = text.partition("::") if key == "dependencies" else ("", "", text)
                         if marks:
                             yield Statement("channel", channel, where)
-                        if marks and (listed not in ([], [channel]) or (not listed and (others or len(pins) > 1))):
+                        if marks and channels != [channel]:
                             yield lost(text, where, CHANNEL)
                         yield from _portable(KINDS[key], spec if marks else text, where, _SELECTED[selector], foreign)
                     else:

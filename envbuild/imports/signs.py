@@ -249,10 +249,13 @@ def published_note(signs: Sequence[GpuSign], tags: Sequence[str], targets: Seque
     return f"{head}. The recipe is for {names}{same}"
 
 
-def gpu_note(signs: Sequence[GpuSign], targets: Sequence[Target], tags: Sequence[str]) -> str:
+def gpu_note(
+    signs: Sequence[GpuSign], comments: Sequence[GpuSign], targets: Sequence[Target], tags: Sequence[str]
+) -> str:
     """Return the warning about `signs` that no target supports, or ""; `tags` are the tags that signs choose.
 
-    If a target supports torch's own sign, differing signs of other pins in a lock are ignored.
+    If a target supports torch's own sign, differing signs of other pins in a lock are ignored. The signs of `comments`
+    make no warning, and are named in it: one may have the version.
     """
 
     def is_carried(sign: GpuSign) -> bool:
@@ -268,8 +271,9 @@ def gpu_note(signs: Sequence[GpuSign], targets: Sequence[Target], tags: Sequence
     ]
     if not missing:
         return ""
-    named = [gpu_sign for gpu_sign in missing if gpu_sign.statement.kind != "comment"] or missing
-    if {gpu_sign.family for gpu_sign in named if not gpu_sign.any_gpu} == {"rocm"}:  # builds of deepspeed for it, too
+    is_rocm = {gpu_sign.family for gpu_sign in missing if not gpu_sign.any_gpu} == {"rocm"}
+    missing += [comment for comment in comments if not is_carried(comment)]
+    if is_rocm:  # builds of deepspeed for it, too
         missing = [replace(gpu_sign, family="rocm") if gpu_sign.any_gpu else gpu_sign for gpu_sign in missing]
     missing.sort(
         key=lambda gpu_sign: (not gpu_sign.version, gpu_sign.known)
