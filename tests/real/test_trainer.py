@@ -166,7 +166,10 @@ if "RANK" in os.environ:
 def test_a_network_that_adds_wrongly_is_in_the_report_and_does_not_end_a_verification(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:
-    """It ends a job: tests/unit/test_trainer_run.py. On a slow network, one size must be enough for the measurement."""
+    """A job ends by a wrong sum, as tests/unit/test_trainer_run.py shows.
+
+    The same launch shows that one size is enough to measure a slow network.
+    """
     (tmp_path / "sitecustomize.py").write_text(INEXACT)
     command = ranks(2, "1", "1", "--backend", "gloo", "--report", "report.json", "--bandwidth", "0.5")
     job = start(command, PYTHONPATH=f"{tmp_path}:{ROOT}", DDP_TRAIN_JUDGED_LATER="1")
