@@ -229,7 +229,7 @@ def pixi_entries(document: Document, root: tuple[str, ...]) -> Iterator[Statemen
                     keys = (*place, name, key)
                     if key in ("channels", "platforms"):
                         for statement in texts(document, keys, KINDS[key]):
-                            yield _table_entry(document, statement, keys) if statement.reason else statement
+                            yield from _table_entry(document, statement, keys) if statement.reason else [statement]
                     else:
                         known = Statement("name", str(text), document.where(*keys))
                         yield known if key == "name" else lost(f"{key} = {text}", known.place, TOOL)
@@ -248,17 +248,25 @@ def pixi_entries(document: Document, root: tuple[str, ...]) -> Iterator[Statemen
                     yield lost(f"{key} = {about}", document.where(*place, name, key), ENVIRONMENTS, names)
             elif name == "channels" and place != root:
                 for statement in texts(document, (*place, name), "channel", group):
-                    yield _table_entry(document, statement, (*place, name)) if statement.reason else statement
+                    yield from _table_entry(document, statement, (*place, name)) if statement.reason else [statement]
             elif name not in ("target", "feature"):
                 yield lost(f"{name} = {value}", document.where(*place, name), TOOL, group)
 
 
-def _table_entry(document: Document, entry: Statement, keys: tuple[str, ...]) -> Statement:
-    """Return the channel or platform of a pixi entry in table form: {channel = "nvidia", priority = 1}."""
+def _table_entry(document: Document, entry: Statement, keys: tuple[str, ...]) -> Iterator[Statement]:
+    """Yield the channel or platform of a pixi entry in table form: {channel = "nvidia", priority = 1}.
+
+    What a platform needs of the system (cuda, glibc) is listed as [system-requirements] is, which is its older form.
+    """
+    key = keys[-1].removesuffix("s")
     for index, item in enumerate(list_at(document.data, *keys)):
-        if document.where(*keys, index) == entry.place and (name := value_at(item, keys[-1].removesuffix("s"))):
-            return Statement(KINDS[keys[-1]], str(name), entry.place, entry.group)
-    return entry
+        if document.where(*keys, index) == entry.place and (name := value_at(item, key)):
+            yield Statement(KINDS[keys[-1]], str(name), entry.place, entry.group)
+            needs = {other: value for other, value in item.items() if other not in (key, "name", "priority")}
+            if needs:
+                yield lost(f"system-requirements of {name} = {needs}", entry.place, TOOL, entry.group)
+            return
+    yield entry
 
 
 def read_conda_lock(path: Path) -> Iterator[Statement]:

@@ -574,11 +574,20 @@ def test_each_clause_of_condas_python_counts(tmp_path: Path, spec: str, python: 
 
 def test_tables_of_pixis_channels_and_platforms_are_read(tmp_path: Path) -> None:
     text = '[workspace]\nname = "a"\nchannels = [{ channel = "bioconda", priority = -1 }, "conda-forge"]\n'
-    text += 'platforms = [{ platform = "linux-aarch64", glibc = "2.34" }]\n[dependencies]\nnumpy = "*"\n'
+    text += 'platforms = [{ platform = "linux-aarch64" }]\n[dependencies]\nnumpy = "*"\n'
     (tmp_path / "pixi.toml").write_text(text)
     draft, recipe = draft_of(tmp_path / "pixi.toml", target=None)
     assert recipe.conda is not None and recipe.conda.channels == ("bioconda", "conda-forge") and not draft.lost
     assert list(recipe.targets) == ["cpu-aarch64"]
+
+
+def test_what_a_platform_of_pixi_needs_of_the_system_chooses_the_target_or_is_listed(tmp_path: Path) -> None:
+    text = '[workspace]\nname = "a"\nchannels = ["conda-forge"]\nplatforms = [{ name = "gpu", platform = "linux-64", '
+    text += 'cuda = "12.9.1", glibc = "2.34" }]\n[dependencies]\npytorch = "2.10.*"\n'
+    (tmp_path / "pixi.toml").write_text(text)
+    draft, recipe = draft_of(tmp_path / "pixi.toml", target=None)
+    assert list(recipe.targets) == ["cu129-x86_64"]
+    assert "system-requirements of linux-64 = {'cuda': '12.9.1', 'glibc': '2.34'}" in reasons(draft)
 
 
 def test_the_tables_of_rye_and_hatch_are_read(tmp_path: Path) -> None:
