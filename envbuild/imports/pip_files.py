@@ -507,6 +507,8 @@ def read_pipfile(path: Path) -> Iterator[Statement]:
         if python := value_at(document.data, "requires", key):
             yield Statement("python", f"=={minor_of(str(python))}.*", document.where("requires", key))
             break
+    for key, value in table_at(document.data, "pipenv").items():
+        yield lost(f"{key} = {value}", document.where("pipenv", key), TOOL)
     tables = {name: table_at(table) for name, table in document.data.items() if name not in _NO_CATEGORIES}
     for number, row in enumerate(map(table_at, list_at(document.data, "source"))):
         # An index that packages name belongs to their categories.

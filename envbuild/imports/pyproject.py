@@ -65,7 +65,14 @@ _INDEXES = (
     ("tool", "pdm", "source"),
     ("tool", "rye", "sources"),
 )
-_UV_INDEXES, _UV_OTHER = ("index-url", "extra-index-url"), ("find-links", "torch-backend")
+_UV_INDEXES = ("index-url", "extra-index-url")
+# Settings that change what uv resolves to, or builds.
+_UV_OTHER = (
+    *("find-links", "torch-backend", "prerelease", "resolution", "fork-strategy", "index-strategy", "no-index"),
+    *("exclude-dependencies", "dependency-metadata", "required-environments", "conflicts", "no-sources"),
+    *("no-build", "no-build-package", "no-binary", "no-binary-package", "only-binary", "extra-build-dependencies"),
+    *("no-build-isolation", "no-build-isolation-package", "build-constraint-dependencies", "config-settings"),
+)
 _UV_SETTINGS = (*_UV_INDEXES, *_UV_OTHER)
 _LOST = {("build-system", "requires"): "builds the project's own wheel"}
 # Tables and values of [tool] that read_pyproject reads.

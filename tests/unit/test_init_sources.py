@@ -169,6 +169,19 @@ def test_specs_as_conda_writes_them_are_carried_and_lock_reads_them(tmp_path: Pa
     assert MatchSpec(recipe.conda.dependencies[0]).name is not None
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "setting"),
+    [
+        ("pyproject.toml", '[project]\nname = "x"\n[tool.uv]\nprerelease = "allow"\n', "prerelease = allow"),
+        ("pyproject.toml", '[project]\nname = "x"\n[tool.uv]\nexclude-dependencies = ["torchvision"]\n', "torchvision"),
+        ("Pipfile", '[packages]\nrich = "*"\n[pipenv]\nallow_prereleases = true\n', "allow_prereleases = True"),
+    ],
+)
+def test_settings_that_change_what_is_resolved_are_listed(tmp_path: Path, name: str, text: str, setting: str) -> None:
+    draft, _ = imported(tmp_path, name, text)
+    assert "a setting of that tool" in reason(draft, setting)
+
+
 def test_a_spec_that_lock_cannot_read_is_listed(tmp_path: Path) -> None:
     draft, recipe = imported(tmp_path, "environment.yml", "channels: [a]\ndependencies:\n- a=1.*.5\n- b\n")
     assert recipe.conda.dependencies == ("b",) and "is not a match spec" in reason(draft, "a=1.*.5")
