@@ -37,7 +37,7 @@ def _read_text(path: Path) -> Iterator[Statement]:
 
 # Format → the pattern of its file names, and its reader. The first pattern that matches counts.
 FORMATS: dict[str, tuple[str, Callable[..., Iterator[Statement]]]] = {
-    "pyproject.toml": (r"pyproject(\.[\w-]+)?\.toml", read_pyproject),
+    "pyproject.toml": (r"pyproject([.-][\w.-]+)?\.toml", read_pyproject),
     "uv.lock": (r"uv\.lock", read_toml_lock),
     "pylock.toml": (r"pylock(\.[^.]+)?\.toml", read_toml_lock),
     "poetry.lock": (r"poetry\.lock", read_toml_lock),
@@ -69,7 +69,7 @@ _CONVERTED = {
 }
 # Of the many YAML and text files of a project's folder, those with the usual names.
 _IN_FOLDER = re.compile(
-    r"(?!.*\.ya?ml|.*\.(txt|in)|pyproject\.[\w-]+\.toml).*"
+    r"(?!.*\.ya?ml|.*\.(txt|in)|pyproject[.-].+\.toml).*"
     r"|environment\.ya?ml|(.*\.)?conda-lock\.ya?ml|requirements\.txt"
 )
 # Files without which the import of a folder makes no sense.
@@ -77,8 +77,10 @@ _OWN_FILES = ("pyproject.toml", "requirements.txt", "environment.yml", "pixi.tom
 _LOCKS = ("uv.lock", "poetry.lock", "pixi.lock", "Pipfile.lock", "pylock.toml")
 # Files beside those that are often the ones for GPUs: requirements-gpu.txt, environment_cuda.yml.
 _NAMED_ONLY = re.compile(
-    r"pyproject\.[\w-]+\.toml$|requirements?(?![A-Za-z]).*\.(?:txt|in)$|(?<![a-z])environment(?![A-Za-z]).*\.ya?ml$"
+    r"pyproject[.-].+\.toml$|requirements?(?![A-Za-z]).*\.(?:txt|in)$|(?<![a-z])environment(?![A-Za-z]).*\.ya?ml$"
 )
+# Folders whose files are for GPUs: gpu/Pipfile, docker/cuda-12.1/Dockerfile.
+_GPU_FOLDER = re.compile(r"(?:gpu|cuda|rocm)[\d._-]*")
 # The folder of a new recipe.
 _RECIPE = Path("recipes", "NAME")
 
@@ -113,7 +115,9 @@ def _read_file(path: Path, groups: Collection[str]) -> Iterator[Statement]:
     yield from statements
     if reader in _COMMENTED:
         yield from comments_with_signs(path)
-    named = lost(f"file name: {path.name}", str(path), "a name of files for GPUs")
+    folder = path.absolute().parent.name
+    shown = f"{folder}/{path.name}" if _GPU_FOLDER.fullmatch(folder.lower()) else path.name
+    named = lost(f"file name: {shown}", str(path), "a name of files for GPUs")
     yield from [named] if gpu_signs([named]) else []
 
 
@@ -163,7 +167,7 @@ def _project_problem(folder: Path) -> str:
 def _python_version(path: Path) -> Iterator[Statement]:
     """Yield the Python that a .python-version of pyenv or uv names: the first one."""
     for number, line in enumerate(text_of(path).split("\n"), 1):
-        if match := re.fullmatch(r"(?:cpython-|python)?(3\.\d+)(?:\.\d+)?(?:[-+]\S*)?", line.strip()):
+        if match := re.fullmatch(r"(?:cpython-|python)?(3(?:\.\d+){1,2})(?:[-+]\S*)?", line.strip()):
             yield Statement("python", f"=={match[1]}.*", f"{path}:{number}")
             return
 

@@ -23,6 +23,7 @@ from envbuild.imports.signs import (
     has_no_build,
     is_only_elsewhere,
     is_published,
+    not_carried,
     published,
     published_note,
     tags_of,
@@ -257,6 +258,8 @@ def compose(
         ]
         if not notes[0]:
             notes.append(elsewhere_note(of_comments, targets, "comments of the sources"))
+    if not any(notes) and any(target.family.gpu for target in targets):  # comments for other GPUs
+        gone += [sign.statement for sign in not_carried(of_comments, targets)]
     return Draft(name, data, tuple(kept), tuple(gone), ". ".join(filter(None, notes)))
 
 
@@ -346,7 +349,7 @@ def _problem(statement: Statement, groups: Collection[str], known: Collection[st
     if statement.kind == "requirement" and re.match(r"(-e|--editable)\b|\.{1,2}(/|$)", statement.text):
         if statement.text.endswith((".whl", ".tar.gz", ".zip")):
             return "a file of the project: copy it into the recipe's folder, and name it as `NAME @ ./FILE`"
-        return "a folder with code: own code belongs to [project]"
+        return "a folder with code: own code belongs to [project], another project's is NAME @ git+URL@COMMIT"
     marker = statement.text.partition(";")[2] if statement.kind in _REQUIREMENTS else ""
     if not for_linux(marker):
         other = re.search(r"sys_platform|platform_system|platform_machine|os_name", marker)

@@ -22,6 +22,7 @@ from envbuild.imports.pip_files import Find, beside, pip_line, poetry_requiremen
 from envbuild.imports.statement import (
     ENVIRONMENTS,
     INDEX,
+    NO_FILE,
     OTHER_SYSTEM,
     SOURCE,
     TOOL,
@@ -171,8 +172,8 @@ def conda_problem(text: str) -> str | None:
 
 
 def _python_clause(text: str) -> str:
-    """Return one clause of a conda version of python as a PEP 440 specifier, without the patch release."""
-    exact = re.fullmatch(r"={0,2}(\d+(?:\.\d+)?)(?:[.*][.*\d]*)?", text)
+    """Return one clause of a conda version of python as a PEP 440 specifier."""
+    exact = re.fullmatch(r"={0,2}(\d+(?:\.\d+){0,2})(?:[.*][.*\d]*)?", text)
     return f"=={exact[1]}.*" if exact else re.sub(r"^=([<>])", r"\1=", text)  # =>3.9, as some write
 
 
@@ -205,14 +206,18 @@ def read_pixi(path: Path) -> Iterator[Statement]:
     yield from pixi_entries(read(path, UsageError), ())
 
 
+def pixi_default(document: Document, root: tuple[str, ...]) -> list[Any]:
+    """Return the features of the environment `default` of pixi's tables below `root`."""
+    default = value_at(document.data, *root, "environments", "default")
+    return list_at(default if isinstance(default, list) else value_at(default, "features"))
+
+
 def pixi_entries(document: Document, root: tuple[str, ...]) -> Iterator[Statement]:
     """Yield the statements of pixi's tables below `root`.
 
     The group of a feature's statements is its name, or "" if the environment `default` includes the feature.
     """
-    data = table_at(document.data, *root)
-    default = value_at(data, "environments", "default")
-    in_default = list_at(default if isinstance(default, list) else value_at(default, "features"))
+    data, in_default = table_at(document.data, *root), pixi_default(document, root)
     features = {(*root, "feature", name): "" if name in in_default else name for name in table_at(data, "feature")}
     places = {root: "", **features}
     for place, group in places.items():
@@ -461,7 +466,7 @@ def _conda_file(name: str, place: str, find: Find) -> Iterator[Statement]:
     try:
         path = find(name)
         if not isinstance(path, Path):
-            yield lost(f"--file {name}", place, "no such file here: name it with --from")
+            yield lost(f"--file {name}", place, NO_FILE)
             return
         yield from (statement for statement in read_conda_file(path) if statement.kind != "name")
     except UsageError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -375,7 +376,13 @@ def imported_recipe(
 def read_sources(origin: Origin, folder: Path | None = None) -> list[Statement]:
     """Return the statements of all sources, for a recipe in `folder` (None: a new recipe). Raises UsageError."""
     folder = folder or project_folder() / "recipes" / "NAME"
-    return [statement for path in origin.sources for statement in read_source(path, origin.groups, folder)]
+    statements = []
+    for path in origin.sources:
+        limits = len(origin.sources) > 1 and re.fullmatch(r"constraints?(?:[._-].*)?\.txt", path.name)
+        for statement in read_source(path, origin.groups, folder):
+            is_limit = limits and statement.kind == "requirement"  # as with `pip install -c`
+            statements.append(replace(statement, kind="constraint") if is_limit else statement)
+    return statements
 
 
 def checked_name(name: str | None, statements: Sequence[Statement], sources: Sequence[Path]) -> str:

@@ -31,6 +31,7 @@ from envbuild.base.toml import list_at, read, table_at, value_at
 from envbuild.data import load_table
 from envbuild.imports.statement import (
     BOUND,
+    NO_FILE,
     OTHER_SYSTEM,
     SOURCE,
     TOOL,
@@ -42,7 +43,6 @@ from envbuild.imports.statement import (
     split_extras,
     text_of,
 )
-from envbuild.interpreter import minor_of
 from envbuild.lock.format import logical_lines
 from envbuild.recipe.checks import requirement_problem
 from envbuild.recipe.targets import accelerator_of
@@ -163,7 +163,7 @@ def _valued(
         elif len(seen) > 20 or (isinstance(other, Path) and other.absolute() in seen):
             yield lost(text, place, "this file is being read already: it includes itself")
         elif other is None:
-            yield lost(text, place, "no such file here: name it with --from")
+            yield lost(text, place, NO_FILE)
         elif isinstance(other, Path):
             try:
                 yield from read_requirements(other, inner, seen)
@@ -296,7 +296,9 @@ def poetry_requirement(name: str, about: dict[str, Any], place: str, group: str)
         group = named or group
         text = f"{name}{f'[{extras}]' if extras else ''}{version}{f' ; {marker}' if marker else ''}"
         yield Statement("requirement", text, place, group)
-        tag = re.search(r"\+([a-z]+[0-9.]*)$", str(about.get("version", "")).strip())
+        if re.match(r"[~^](?!=)[^+]*\+", given := str(about.get("version", "")).strip()):
+            yield lost(f"{name} {given}", place, f"PEP 440 has no local versions in ranges: carried as {text}", group)
+        tag = re.search(r"\+([a-z]+[0-9.]*)$", given)
         if tag and accelerator_of(tag[1]) and for_linux(marker):
             yield Statement("accelerator", tag[1], place, group)
         if "://" in str(about.get("index", "")):  # pixi
@@ -362,6 +364,7 @@ def _of_setup(path: Path, text: str) -> Iterator[Statement]:
             yield Statement("name" if name == "name" else "python", literal, place)
         elif name == "extras_require":
             yield from _extras(value, values, str(path), computed)
+            yield from _added_extras(value, tree, values, str(path), computed)
         elif name in _LISTS:
             yield from _requirements(value, values, str(path), name, _LISTS[name], computed)
     if "install_requires" in text and "install_requires" not in dict(given):
@@ -463,6 +466,29 @@ def _extras(node: ast.expr, values: Mapping[str, ast.expr], file: str, computed:
             yield lost(f"extras_require: {ast.unparse(value)}", f"{file}:{value.lineno}", computed)
 
 
+def _added_extras(
+    node: ast.expr, tree: ast.Module, values: Mapping[str, ast.expr], file: str, computed: str
+) -> Iterator[Statement]:
+    """Yield the extras that the module adds to the dictionary `node`: extras["all"] = extras["a"] + ["b"]."""
+    for added in ast.walk(tree):
+        match added:
+            case ast.Assign(targets=[ast.Subscript() as target]):
+                group = _literal(target.slice, values)
+            case (
+                ast.AugAssign(target=ast.Subscript() as target)
+                | ast.Call(func=ast.Attribute(value=ast.Subscript() as target))
+            ):
+                group = None
+            case _:
+                continue
+        if ast.unparse(target.value) != ast.unparse(node):
+            continue
+        if isinstance(added, ast.Assign) and isinstance(group, str):
+            yield from _requirements(added.value, values, file, f"extras_require[{group!r}]", group, computed)
+        else:
+            yield lost(f"extras_require: {ast.unparse(added)}", f"{file}:{target.lineno}", computed)
+
+
 def read_setup_cfg(path: Path) -> Iterator[Statement]:
     """Yield the statements of a setup.cfg. Raises UsageError."""
     text = text_of(path)
@@ -505,7 +531,7 @@ def read_pipfile(path: Path) -> Iterator[Statement]:
     document = read(path, UsageError)
     for key in ("python_version", "python_full_version"):
         if python := value_at(document.data, "requires", key):
-            yield Statement("python", f"=={minor_of(str(python))}.*", document.where("requires", key))
+            yield Statement("python", f"=={python}.*", document.where("requires", key))
             break
     for key, value in table_at(document.data, "pipenv").items():
         yield lost(f"{key} = {value}", document.where("pipenv", key), TOOL)

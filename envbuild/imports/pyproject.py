@@ -17,11 +17,12 @@ from envbuild.base.errors import UsageError
 from envbuild.base.text import normalise
 from envbuild.base.toml import Document, list_at, read, table_at, value_at
 from envbuild.data import load_table
-from envbuild.imports.conda_files import KINDS, conda_entries, conda_spec, pixi_entries
+from envbuild.imports.conda_files import KINDS, conda_entries, conda_spec, pixi_default, pixi_entries
 from envbuild.imports.pip_files import beside, pip_line, poetry_requirement, poetry_specifier
 from envbuild.imports.signs import gpu_signs
 from envbuild.imports.statement import (
     BOUND,
+    EXCLUDED,
     INDEX,
     OTHER_SYSTEM,
     OWN,
@@ -30,6 +31,7 @@ from envbuild.imports.statement import (
     TOOL,
     UNUSED_INDEX,
     Statement,
+    fitting_pythons,
     for_linux,
     git_address,
     linux_places,
@@ -39,6 +41,7 @@ from envbuild.imports.statement import (
     texts,
 )
 from envbuild.recipe.checks import requirement_parts
+from envbuild.recipe.model import PYTHONS
 from envbuild.recipe.targets import ARCHES
 
 _EXTRAS = ("project", "optional-dependencies")
@@ -113,10 +116,11 @@ def read_pyproject(path: Path) -> Iterator[Statement]:
     for keys, kind in _STRINGS.items():
         if isinstance(text := value_at(data, *keys), str):
             yield Statement(kind, text, document.where(*keys))
+    in_default = pixi_default(document, ("tool", "pixi"))  # extras and groups are features of pixi, too
     for array, group in _ARRAYS.items():
         for name in table_at(data, *array) if group is None else array[-1:]:
-            place = (*array, name) if group is None else array
-            statements = texts(document, place, "requirement", name if group is None else group)
+            place, own = (*array, name) if group is None else array, name if group is None else group
+            statements = texts(document, place, "requirement", "" if own in in_default else own)
             yield from _sourced(document, _without_own(document, statements))
     for name in table_at(data, *_HATCH):
         for key in _HATCH_KEYS:
@@ -262,8 +266,11 @@ def _uv_settings(document: Document) -> Iterator[Statement]:
             for url in [given] if isinstance(given, str) else list_at(given):
                 yield Statement("index", str(url), document.where(*root, key))
         for key in _UV_OTHER:
-            if key in table:
-                yield lost(f"{key} = {table[key]}", document.where(*root, key), TOOL)
+            value, reason = table.get(key, []), EXCLUDED if key == "exclude-dependencies" else TOOL
+            for name, inner in value.items() if isinstance(value, dict) else [("", value)]:
+                head = f"[{'.'.join((*root, key))}] {name}" if name else key
+                for item in inner if isinstance(inner, list) else [inner]:
+                    yield lost(f"{head} = {item}", document.where(*root, key, *filter(None, [name])), reason)
         if "exclude-newer" in table:
             yield Statement("age", _age(table["exclude-newer"]), document.where(*root, "exclude-newer"))
         for name, age in table_at(table, "exclude-newer-package").items():
@@ -374,7 +381,7 @@ def _poetry(document: Document) -> Iterator[Statement]:
             for item in given if isinstance(given, list) else [given]:
                 about = item if isinstance(item, dict) else {"version": item}
                 if name == "python":
-                    yield Statement("python", poetry_specifier(str(about.get("version"))) or ">=3", place)
+                    yield from _python(str(about.get("version")), place)
                     continue
                 optional = " ".join(extras.get(normalise(name), ["optional"])) if about.get("optional") else ""
                 version = poetry_specifier(str(about.get("version", "*")))
@@ -383,6 +390,20 @@ def _poetry(document: Document) -> Iterator[Statement]:
                     yield conda_spec("conda", f"{name} {version}".strip(), place, group or optional)
                     continue
                 yield from poetry_requirement(name, about, place, group or optional)
+
+
+def _python(text: str, place: str) -> Iterator[Statement]:
+    """Yield the Pythons of a constraint of poetry's; PEP 440 has no alternatives, so that the others are excluded."""
+    parts = [poetry_specifier(part) or ">=3" for part in text.split("|") if part.strip()]
+    if len(parts) < 2:
+        yield Statement("python", parts[0] if parts else ">=3", place)
+        return
+    try:
+        fitting = {python for part in parts for python in fitting_pythons(part, PYTHONS)}
+    except ValueError:  # InvalidSpecifier is one
+        yield lost(f"python {text}", place, "alternatives of versions, which PEP 440 does not know")
+        return
+    yield Statement("python", ",".join(f"!={python}.*" for python in PYTHONS if python not in fitting) or ">=3", place)
 
 
 def _poetry_tables(document: Document) -> dict[tuple[str, ...], str]:

@@ -25,6 +25,7 @@ from envbuild.imports.statement import (
     BRANCH,
     COMMENT,
     ENVIRONMENTS,
+    EXCLUDED,
     NOT_IN_IMAGE,
     NOT_TAKEN,
     OTHER_SYSTEM,
@@ -249,6 +250,17 @@ def published_note(signs: Sequence[GpuSign], tags: Sequence[str], targets: Seque
     return f"{head}. The recipe is for {names}{same}"
 
 
+def not_carried(signs: Iterable[GpuSign], targets: Sequence[Target]) -> list[GpuSign]:
+    """Return the signs of GPUs that no target supports."""
+
+    def is_carried(sign: GpuSign) -> bool:
+        # Names of CUDA in variables and commands are those of ROCm's builds, too: NVTE_FRAMEWORK, TRITON_CACHE_DIR.
+        is_general = sign.any_gpu or (sign.weak and sign.family == "cuda" and not sign.version)
+        return any(_agrees(target.accelerator, sign) or (is_general and target.family.gpu) for target in targets)
+
+    return [sign for sign in signs if not is_carried(sign)]
+
+
 def gpu_note(
     signs: Sequence[GpuSign], comments: Sequence[GpuSign], targets: Sequence[Target], tags: Sequence[str]
 ) -> str:
@@ -257,22 +269,13 @@ def gpu_note(
     If a target supports torch's own sign, differing signs of other pins in a lock are ignored. The signs of `comments`
     make no warning, and are named in it: one may have the version.
     """
-
-    def is_carried(sign: GpuSign) -> bool:
-        # Names of CUDA in variables and commands are those of ROCm's builds, too: NVTE_FRAMEWORK, TRITON_CACHE_DIR.
-        is_general = sign.any_gpu or (sign.weak and sign.family == "cuda" and not sign.version)
-        return any(_agrees(target.accelerator, sign) or (is_general and target.family.gpu) for target in targets)
-
-    settled = any(sign.rank == 0 and is_carried(sign) for sign in signs)
-    missing = [
-        gpu_sign
-        for gpu_sign in signs
-        if not is_carried(gpu_sign) and not (settled and gpu_sign.statement.kind in _PINS)
-    ]
+    missing = not_carried(signs, targets)
+    if any(sign.rank == 0 and sign not in missing for sign in signs):
+        missing = [sign for sign in missing if sign.statement.kind not in _PINS]
     if not missing:
         return ""
     is_rocm = {gpu_sign.family for gpu_sign in missing if not gpu_sign.any_gpu} == {"rocm"}
-    missing += [comment for comment in comments if not is_carried(comment)]
+    missing += not_carried(comments, targets)
     if is_rocm:  # builds of deepspeed for it, too
         missing = [replace(gpu_sign, family="rocm") if gpu_sign.any_gpu else gpu_sign for gpu_sign in missing]
     missing.sort(
@@ -287,7 +290,7 @@ def gpu_note(
         return f"{head} envbuild has no target for {sign.family}"
     choice = next((tag for tag in tags if _agrees(tag, sign)), _usual(sign))
     # Without a version in the sources, any CUDA of torch may do.
-    words = "--target" if sign.version else "a --target, such as"
+    words = "--target" if sign.version and _agrees(choice, sign) else "a --target, such as"
     return f"{head} For these GPUs choose {words} {choice}-{targets[0].arch}"
 
 
@@ -405,7 +408,7 @@ def _forms(statement: Statement) -> Iterator[_Form]:
         kind in ("lost", "env", "comment")
         and not text.startswith(_PROSE)
         and "pip uninstall" not in text
-        and statement.reason not in (BOUND, ENVIRONMENTS)
+        and statement.reason not in (BOUND, ENVIRONMENTS, EXCLUDED)
     ):
         text = statement.text[:_MAX_SCRIPT]
         for word in dict.fromkeys(_WORD.findall(text)):
@@ -422,7 +425,7 @@ def _forms(statement: Statement) -> Iterator[_Form]:
 
 def _names(text: str) -> Iterator[str]:
     """Yield the names that a requirement has besides its text."""
-    if named := re.match(r"([\w.-]+)([^\w.:/-].*)?$", text, re.DOTALL):
+    if named := re.match(r"(?!git\+)([\w.-]+)([^\w.:/-].*)?$", text, re.DOTALL):
         yield normalise(named[1]) + (named[2] or "")
     address = re.search(r"\w://\S+/([^\s/#?'\"]+)", text)
     if address and (wheel := re.fullmatch(r"([^-]+)-([^-]+)-.*\.whl", unquote(address[1]))):

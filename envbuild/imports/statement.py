@@ -7,6 +7,7 @@ import functools
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,11 @@ NOT_TAKEN = "in a branch of the shell that the values of ARG and ENV do not take
 UNUSED_INDEX = "an explicit index that no package names"
 UNREAD_LINE = "a line of a file that envbuild does not read"
 COMMENT = "a comment"
+NO_FILE = "no such file here: name it, or what a command makes it from, with --from"
 UNUSUAL_FILE = "not the usual name, so the import of its folder leaves it out: name it with --from"
 INDEX = "the site decides which index serves a package: name it in pip's configuration, or in `indexes`"
 TOOL = "a setting of that tool, not a package"
+EXCLUDED = "uv leaves this package out; a recipe cannot: its lock has it if another package requires it"
 BOUND = (
     "the target has this index beside the others; to take the package from it alone, name it in [indexes] of the recipe"
 )
@@ -79,9 +82,9 @@ class Statement:
     reason: str = ""
 
 
-def linux_places(arches: Iterable[str] = ARCHES) -> list[tuple[str, str]]:
-    """Return all pairs of `arches` and Pythons, the Linux environments for which markers are evaluated."""
-    return [(arch, python) for arch in arches for python in PYTHONS]
+def linux_places(arches: Iterable[str] = ARCHES, pythons: Iterable[str] = PYTHONS) -> list[tuple[str, str]]:
+    """Return all pairs of `arches` and `pythons`, the Linux environments for which markers are evaluated."""
+    return [(arch, python) for arch in arches for python in pythons]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -122,6 +125,12 @@ def python_of(markers: Sequence[str], place: str) -> Iterator[Statement]:
     if fitting and len(fitting) < len(PYTHONS):
         others = [f"!={python}.*" for python in PYTHONS if python not in fitting]
         yield Statement("python", ",".join(others), place)
+
+
+def fitting_pythons(specifiers: str, pythons: Iterable[str]) -> list[str]:
+    """Return those of `pythons` of which a patch release fits: ">=3.11.4" accepts 3.11. Raises ValueError."""
+    known = SpecifierSet(specifiers)
+    return [python for python in pythons if any(f"{python}.{patch}" in known for patch in range(40))]
 
 
 def split_extras(marker: str) -> tuple[str, str]:
@@ -313,10 +322,9 @@ def python_version(
     stated = [statement for statement in kept if statement.kind == "python" or re.match(r"python \d", statement.text)]
     for statement in stated:
         try:
-            specifiers = SpecifierSet(re.sub(r"^python (\d+\.\d+).*", r"==\1.*", statement.text))
-            # Any patch release counts: ">=3.11.4" accepts 3.11.
-            fitting = [python for python in accepted if any(f"{python}.{patch}" in specifiers for patch in range(40))]
-            is_old = not fitting and any(f"{older}.{patch}" in specifiers for older in _OLD for patch in range(40))
+            specifiers = re.sub(r"^python (\d+\.\d+).*", r"==\1.*", statement.text)
+            fitting = fitting_pythons(specifiers, accepted)
+            is_old = not fitting and bool(fitting_pythons(specifiers, _OLD))
         except ValueError:  # InvalidSpecifier is one
             fitting, is_old = [], False
         if is_old:  # the oldest one has most of the wheels of that time
@@ -360,7 +368,9 @@ def lose_contradicting(kept: Collection[Statement], lose: Lose) -> None:
 def minor_versions(kept: Iterable[Statement], python: str) -> Iterator[Statement]:
     """Yield the statements with a patch release of Python: a recipe has the minor version."""
     for statement in kept:
-        if statement.kind == "python" and re.search(rf"(?:[=~>]=|>)\s*{re.escape(python)}\.[1-9]", statement.text):
+        if statement.kind == "python" and re.search(
+            rf"(?:=|(?:[~>]=|>)(?!\s*[\d.]+\.0(?!\d)))\s*{re.escape(python)}\.\d", statement.text
+        ):
             text, reason = f"python {statement.text}", f"the recipe has the minor version: {python}"
             yield replace(statement, text=text, reason=reason)
 
@@ -390,26 +400,37 @@ def _has_files(given: Iterable[Statement]) -> Callable[[str], bool]:
 
 
 def _has_wheels(kept: Iterable[Statement]) -> Callable[[str], bool]:
-    """Return whether the versions that the statements accept have a wheel for a Python, by data/wheels.toml.
+    """Return whether the versions that the statements accept install with a Python, by data/wheels.toml.
 
     A package without a wheel for any of the Pythons that have one does not count.
     """
-    first: dict[str, dict[str, str]] = load_table("wheels")
-    limits: list[tuple[dict[str, str], Version]] = []
+    first: dict[str, dict[str, str]] = load_table("wheels")["first"]
+    ends: dict[str, dict[str, str]] = load_table("wheels")["ends"]
+    limits: list[tuple[str, str, Version | None, Version | None]] = []
     for statement in kept:
-        if statement.kind not in ("requirement", "constraint", "pin"):
-            continue
         try:
-            requirement = Requirement(statement.text)
+            requirement = Requirement(statement.text if statement.kind in ("requirement", "constraint", "pin") else "")
         except InvalidRequirement:
             continue
         name = normalise(requirement.name)
-        limit = _newest(requirement.specifier)
-        if name in first and limit and not requirement.url and for_linux(str(requirement.marker or "")):
-            limits.append((first[name], limit))
-    return lambda python: (
-        python == PYTHONS[0] or all(python in known and Version(known[python]) <= limit for known, limit in limits)
-    )
+        if (name in first or name in ends) and not requirement.url:
+            specifiers = requirement.specifier
+            limits.append((name, str(requirement.marker or ""), _newest(specifiers), _oldest(specifiers)))
+
+    def fits(python: str) -> bool:
+        for name, marker, newest, oldest in limits:
+            if not for_linux(marker, linux_places(pythons=[python])):
+                continue
+            known = first.get(name)
+            if known and newest and python != PYTHONS[0] and Version(known.get(python, "9999")) > newest:
+                return False
+            # A release that a Python does not install any more is none for older Pythons either.
+            later = [end for other, end in ends.get(name, {}).items() if PYTHONS.index(other) >= PYTHONS.index(python)]
+            if oldest and any(oldest >= Version(end) for end in later):
+                return False
+        return True
+
+    return fits
 
 
 def _newest(specifiers: Iterable[Specifier]) -> Version | None:
@@ -433,6 +454,16 @@ def _newest(specifiers: Iterable[Specifier]) -> Version | None:
             )
             limits.append(Version(".".join(map(str, [*wide, *([] if specifier.operator == "<=" else [99999])]))))
     return min(limits, default=None)
+
+
+def _oldest(specifiers: Iterable[Specifier]) -> Version | None:
+    """Return a version that is not newer than all accepted ones, None without a lower bound."""
+    limits = []
+    for specifier in specifiers:
+        with suppress(ValueError):  # InvalidVersion is one, and the error of int() for thousands of digits
+            if specifier.operator in ("==", "===", "~=", ">=", ">"):
+                limits.append(Version(specifier.version.removesuffix(".*")))
+    return max(limits, default=None)
 
 
 def _before(release: Sequence[int]) -> list[int]:

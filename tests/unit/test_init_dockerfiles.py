@@ -63,7 +63,9 @@ def test_a_file_that_no_instruction_copies_is_not_read(context: Path, name: str)
     name = name.replace("/HOST", str(context))
     draft, recipe = read(context, f"FROM python:3.11\nRUN pip install -r {name} tqdm\n")
     assert recipe.requirements == ("tqdm",)
-    assert [entry.reason for entry in draft.lost] == ["no such file here: name it with --from"]
+    assert [entry.reason for entry in draft.lost] == [
+        "no such file here: name it, or what a command makes it from, with --from"
+    ]
 
 
 def test_two_possible_contexts_are_not_guessed(context: Path) -> None:
@@ -173,7 +175,7 @@ def test_conda_run_and_files_that_are_not_here(context: Path) -> None:
     draft, recipe = read(context, f"FROM condaforge/miniforge3:25.3.1-0\n{text}")
     assert recipe.conda.dependencies == ("scipy=1.15",) and recipe.conda.requirements == ("tqdm==4.67.1",)
     lost = {one.text: one.reason for one in draft.lost}
-    assert lost["--file /gone.txt"] == "no such file here: name it with --from"
+    assert lost["--file /gone.txt"] == "no such file here: name it, or what a command makes it from, with --from"
 
 
 def test_a_builders_own_arguments_choose_the_stage(context: Path) -> None:

@@ -569,6 +569,35 @@ def test_uv_lock() -> None:
 def test_each_clause_of_condas_python_counts(tmp_path: Path, spec: str, python: str) -> None:
     (tmp_path / "environment.yml").write_text(f"channels: [a]\ndependencies: ['python{spec}', numpy]\n")
     draft, recipe = draft_of(tmp_path / "environment.yml")
+    named = [f"the recipe has the minor version: {python}"] if f"{python}." in spec.replace("*", "") else []
+    assert recipe.python == python and [statement.reason for statement in draft.lost] == named
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("environment.yml", "channels: [a]\ndependencies: [python=3.10.4, numpy]\n"),
+        ("Pipfile", '[packages]\nnumpy = "*"\n[requires]\npython_version = "3.10.4"\n'),
+        ("pyproject.toml", '[tool.poetry]\nname = "a"\n[tool.poetry.dependencies]\npython = "3.10.4"\n'),
+        ("pixi.toml", '[dependencies]\npython = "3.10.4"\n'),
+    ],
+)
+def test_a_patch_release_of_python_is_listed(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    draft, recipe = draft_of(tmp_path / name)
+    assert recipe.python == "3.10"
+    assert [statement.reason for statement in draft.lost] == ["the recipe has the minor version: 3.10"]
+
+
+@pytest.mark.parametrize(
+    ("constraint", "python"),
+    [("3.10.* || 3.12.*", "3.12"), (">=3.9,<3.10 || ^3.13", "3.13"), (">=3.8.1 | 2.7", "3.11")],
+)
+def test_alternatives_of_poetrys_python_are_kept(tmp_path: Path, constraint: str, python: str) -> None:
+    (tmp_path / "pyproject.toml").write_text(
+        f'[tool.poetry]\nname = "a"\n[tool.poetry.dependencies]\npython = "{constraint}"\nnumpy = "*"\n'
+    )
+    draft, recipe = draft_of(tmp_path / "pyproject.toml")
     assert recipe.python == python and not draft.lost
 
 

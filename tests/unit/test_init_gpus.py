@@ -253,6 +253,39 @@ def test_a_sign_ends_in_an_accelerator_that_pytorch_publishes(tmp_path: Path, te
         assert draft.text.startswith("# PyTorch has no build of torch for CUDA 1")
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "named"),
+    [
+        ("environment.yml", "dependencies: [cuda92]\n", "cuda92 (CUDA 9.2). For these GPUs choose a --target, such as"),
+        ("requirements.txt", "# see the docs for the CUDA/XPU/CPU build\nrich\n", "build (CUDA)"),
+        (
+            "requirements.txt",
+            "--extra-index-url https://host.example/onnxruntime-cuda-12/pypi/simple/\nonnxruntime-gpu\n",
+            "--target cu129-x86_64",
+        ),
+        ("gpu/Pipfile", '[packages]\nrich = "*"\n', "file name: gpu/Pipfile (CUDA)"),
+        ("pyproject-rocm.toml", '[project]\nname = "a"\n', "file name: pyproject-rocm.toml (ROCm)"),
+    ],
+)
+def test_signs_in_unusual_places_are_named_with_their_version(tmp_path: Path, name: str, text: str, named: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    draft, _ = imported(tmp_path, name, text)
+    assert named in draft.warning
+
+
+def test_an_address_for_a_cuda_chooses_the_target(tmp_path: Path) -> None:
+    _, recipe = imported(
+        tmp_path, "requirements.txt", "https://host.example/cuda101/jaxlib-0.1-cp37-none-a.whl\nrich\n"
+    )
+    assert list(recipe.targets) == ["cu101-x86_64"]
+
+
+def test_comments_for_other_gpus_than_those_of_the_target_are_listed(tmp_path: Path) -> None:
+    text = "--index-url https://download.pytorch.org/whl/cu118\n# for CUDA 12.1: cu121\n# CUDA 11.8 is tried\ntorch\n"
+    draft, _ = imported(tmp_path, "requirements.txt", text)
+    assert [statement.text for statement in draft.lost if statement.reason == "a comment"] == ["# for CUDA 12.1: cu121"]
+
+
 @pytest.mark.parametrize("torch", ["", "torch", "torch==2.5.1", "torch>=2.0", "torch<2.6", "torch~=2.4.0"])
 def test_a_published_accelerator_stays(tmp_path: Path, torch: str) -> None:
     text = f"FROM nvidia/cuda:12.4.1-runtime-ubuntu22.04\nRUN pip install numpy '{torch or 'rich'}'\n"

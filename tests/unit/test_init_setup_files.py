@@ -115,6 +115,24 @@ def test_a_pipfile_with_categories_and_addresses(tmp_path: Path) -> None:
     assert "--extra gpu" in reasons["https://download.pytorch.org/whl/cu118"]
 
 
+def test_extras_that_the_program_adds_are_carried_or_named(tmp_path: Path) -> None:
+    (tmp_path / "setup.py").write_text(
+        "extras = {'redis': ['redis>=2']}\n"
+        "extras['all'] = list(set(sum(extras.values(), [])))\n"
+        "extras['dev'] = extras['all'] + ['pytest<4', 'tox']\n"
+        "extras['redis'] += ['hiredis']\n"
+        "extras['dev'].append('twine')\n"
+        "setup(install_requires=['rich'], extras_require=extras)\n"
+    )
+    draft, recipe = draft_of(tmp_path / "setup.py", groups=("dev",))
+    assert recipe.requirements == ("rich", "pytest<4", "tox")
+    lost = [statement.text for statement in draft.lost]
+    assert "extras_require: extras['redis'] += ['hiredis']" in lost
+    assert "extras_require: extras['dev'].append('twine')" in lost
+    assert "extras_require['all']: list(set(sum(extras.values(), [])))" in lost
+    assert "extras_require['dev']: extras['all']" in lost
+
+
 def test_f_strings_without_a_placeholder_are_literals_and_lines_are_those_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "setup.py").write_text(
         "VERSION = 2\nsetup(\n    install_requires=[f'rich>=13', 'six' f'>=1', f'idna>={VERSION}'],\n"

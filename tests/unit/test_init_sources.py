@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from rattler import MatchSpec
 
 from envbuild.base.errors import UsageError
 from envbuild.imports import read_source
+from envbuild.imports.compose import compose
+from envbuild.imports.origin import Origin, read_sources
 from envbuild.imports.statement import Draft
 from envbuild.recipe.model import Recipe
 
@@ -174,12 +177,38 @@ def test_specs_as_conda_writes_them_are_carried_and_lock_reads_them(tmp_path: Pa
     [
         ("pyproject.toml", '[project]\nname = "x"\n[tool.uv]\nprerelease = "allow"\n', "prerelease = allow"),
         ("pyproject.toml", '[project]\nname = "x"\n[tool.uv]\nexclude-dependencies = ["torchvision"]\n', "torchvision"),
+        ("pyproject.toml", '[tool.uv]\nconflicts = [[{extra = "a"}, {extra = "b"}]]\n', "'extra': 'a'"),
         ("Pipfile", '[packages]\nrich = "*"\n[pipenv]\nallow_prereleases = true\n', "allow_prereleases = True"),
     ],
 )
 def test_settings_that_change_what_is_resolved_are_listed(tmp_path: Path, name: str, text: str, setting: str) -> None:
     draft, _ = imported(tmp_path, name, text)
-    assert "a setting of that tool" in reason(draft, setting)
+    assert re.match("a setting of that tool|uv leaves this package out", reason(draft, setting))
+
+
+def test_the_local_version_of_a_range_is_named(tmp_path: Path) -> None:
+    text = '[tool.poetry]\nname = "a"\n[tool.poetry.dependencies]\ntorch = "^2.1.2+cu121"\n'
+    draft, _ = imported(tmp_path, "pyproject.toml", text)
+    assert reason(draft, "torch ^2.1.2+cu121").endswith("in ranges: carried as torch>=2.1.2,<3")
+    assert not draft.warning
+
+
+def test_extras_that_are_features_of_pixis_default_are_carried(tmp_path: Path) -> None:
+    text = '[project]\nname = "a"\ndependencies = ["rich"]\n[project.optional-dependencies]\n'
+    text += 'plots = ["seaborn"]\ndocs = ["sphinx"]\n[tool.pixi.workspace]\nchannels = ["conda-forge"]\n'
+    text += 'platforms = ["linux-64"]\n[tool.pixi.environments]\ndefault = { features = ["plots"] }\n'
+    draft, recipe = imported(tmp_path, "pyproject.toml", text)
+    assert recipe.requirements == ("rich", "seaborn") and "--extra docs" in reason(draft, "sphinx")
+
+
+def test_a_constraints_file_beside_another_source_adds_no_package(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("rich\n")
+    (tmp_path / "constraints.txt").write_text("rich<14\nnumpy==2.2.0\n")
+    origin = Origin((tmp_path / "requirements.txt", tmp_path / "constraints.txt"))
+    draft = compose("a", read_sources(origin))
+    assert draft.data["requirements"] == ["rich"] and draft.data["constraints"] == ["rich<14", "numpy==2.2.0"]
+    alone = compose("a", read_sources(Origin((tmp_path / "constraints.txt",))))
+    assert alone.data["requirements"] == ["rich<14", "numpy==2.2.0"]
 
 
 def test_a_spec_that_lock_cannot_read_is_listed(tmp_path: Path) -> None:
