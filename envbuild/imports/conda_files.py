@@ -31,6 +31,7 @@ from envbuild.imports.statement import (
     lost,
     text_of,
     texts,
+    variable,
 )
 from envbuild.recipe import checks
 
@@ -117,7 +118,8 @@ def read_environment(path: Path) -> Iterator[Statement]:
                     "no channels", place, f"conda takes its own default channels; the recipe has {' and '.join(given)}"
                 )
         elif key == "variables":
-            yield from (Statement("env", f"{name}={text}", place) for name, text in table_at(value).items())
+            for name, text in table_at(value).items():
+                yield from variable(name, str(text), place)
         else:
             yield Statement("name", str(value), place) if key == "name" else lost(f"{key}: {value}", place, TOOL)
 

@@ -23,7 +23,7 @@ from envbuild.image.model import GOARCH
 from envbuild.imports.conda_files import conda_words
 from envbuild.imports.pip_files import Find, last_installed, pip_words
 from envbuild.imports.pyproject import read_pyproject
-from envbuild.imports.statement import BRANCH, NOT_IN_IMAGE, NOT_TAKEN, Statement, lost, text_of
+from envbuild.imports.statement import BRANCH, NOT_IN_IMAGE, NOT_TAKEN, Statement, lost, text_of, variable
 from envbuild.recipe.targets import host_arch
 
 # Bases whose content a recipe can name: Python's version, and torch's; data/gpu_signs.toml reads their CUDA.
@@ -190,7 +190,7 @@ def _instruction(
         stage.env |= given
         stage.made += [value for key, value in given.items() if key in ("VIRTUAL_ENV", "CONDA_PREFIX")]
         for key, value in given.items():
-            yield Statement("env", f"{key}={value}", place)
+            yield from variable(key, value, place)
             if key == "UV_PYTHON" and (python := re.fullmatch(r"(?:python)?(3\.\d+)(?:\.\d+)?", value)):
                 yield Statement("python", f"=={python[1]}.*", place)
     elif name == "WORKDIR":

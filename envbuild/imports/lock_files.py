@@ -20,7 +20,7 @@ from envbuild.base.packages import CHANNEL_ALIAS
 from envbuild.base.text import normalise
 from envbuild.base.toml import Document, list_at, read, table_at, value_at
 from envbuild.contract.conda_meta import is_conda
-from envbuild.imports.pip_files import HASHES, poetry_specifier
+from envbuild.imports.pip_files import HASHES, poetry_python
 from envbuild.imports.statement import (
     FOREIGN_FILE,
     INDEX,
@@ -71,7 +71,7 @@ def read_toml_lock(path: Path, groups: Collection[str] = ()) -> Iterator[Stateme
     check_version(path, name, value_at(document.data, *keys), known)
     for where in (("requires-python",), ("metadata", "python-versions")):
         if python := value_at(document.data, *where):
-            yield Statement("python", poetry_specifier(str(python)) or str(python), document.where(*where))
+            yield from poetry_python(str(python), document.where(*where))
     seen = {("", "")}
     rows = [table_at(row) for row in list_at(document.data, packages)]
     uses = _uses_of_uv(rows, groups) if name == "uv.lock" else _uses_of_poetry(rows) if name == "poetry.lock" else {}
@@ -82,6 +82,11 @@ def read_toml_lock(path: Path, groups: Collection[str] = ()) -> Iterator[Stateme
             yield from _own(row, at)
             continue
         names = [str(group) for group in list_at(row, "groups") or [row.get("category", "main")]]  # poetry 1: category
+        if row.get("optional") and names == ["main"]:  # of poetry's extras
+            extras = table_at(document.data, "extras")
+            texts = {extra: " ".join(map(str, list_at(items))) for extra, items in extras.items()}
+            own = re.compile(rf"(?<![\w.-]){re.escape(str(row.get('name')))}(?![\w.-])", re.IGNORECASE)
+            names = [extra for extra, text in texts.items() if own.search(text)] or ["optional"]
         group = "" if "main" in names and not row.get("optional") else " ".join(names)
         use = uses.get(number, _Use(group))
         if use.reason:

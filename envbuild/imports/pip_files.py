@@ -30,13 +30,16 @@ from envbuild.base.text import normalise
 from envbuild.base.toml import list_at, read, table_at, value_at
 from envbuild.data import load_table
 from envbuild.imports.statement import (
+    ALTERNATIVES,
     BOUND,
     NO_FILE,
     OTHER_SYSTEM,
     SOURCE,
     TOOL,
+    TRUST,
     Statement,
     contradict,
+    fitting_pythons,
     for_linux,
     git_address,
     lost,
@@ -45,6 +48,7 @@ from envbuild.imports.statement import (
 )
 from envbuild.lock.format import logical_lines
 from envbuild.recipe.checks import requirement_problem
+from envbuild.recipe.model import PYTHONS
 from envbuild.recipe.targets import accelerator_of
 
 HASHES = "hashes: `envbuild lock` writes those of the same versions"
@@ -281,7 +285,7 @@ def poetry_requirement(name: str, about: dict[str, Any], place: str, group: str)
         yield lost(f"{name} = {about}", place, SOURCE, group)
         return
     if version is None:
-        yield lost(f"{name} {about['version']}", place, "alternatives of versions, which PEP 440 does not know", group)
+        yield lost(f"{name} {about['version']}", place, ALTERNATIVES, group)
     else:
         extras = ",".join(str(extra) for extra in list_at(about, "extras"))
         python = (poetry_specifier(str(about.get("python", ""))) or "").split(",")
@@ -309,6 +313,20 @@ def poetry_requirement(name: str, about: dict[str, Any], place: str, group: str)
             else:
                 reason = BOUND if for_linux(marker) else OTHER_SYSTEM
                 yield lost(f"{name}: {key} = {about[key]}", place, reason, group)
+
+
+def poetry_python(text: str, place: str) -> Iterator[Statement]:
+    """Yield the Pythons of a constraint of poetry's; PEP 440 has no alternatives, so that all others are excluded."""
+    parts = [poetry_specifier(part) or ">=3" for part in text.split("|") if part.strip()]
+    if len(parts) < 2:
+        yield Statement("python", parts[0] if parts else ">=3", place)
+        return
+    try:
+        fitting = {python for part in parts for python in fitting_pythons(part, PYTHONS)}
+    except ValueError:  # InvalidSpecifier is one
+        yield lost(f"python {text}", place, ALTERNATIVES)
+        return
+    yield Statement("python", ",".join(f"!={python}.*" for python in PYTHONS if python not in fitting) or ">=3", place)
 
 
 def poetry_specifier(text: str) -> str | None:
@@ -540,6 +558,8 @@ def read_pipfile(path: Path) -> Iterator[Statement]:
         # An index that packages name belongs to their categories.
         users = [name for name, table in tables.items() for given in table.values() if _names_index(given, row)]
         group = " ".join(dict.fromkeys(_CATEGORIES.get(name, name) for name in users))
+        if row.get("verify_ssl") is False:
+            yield lost(f"verify_ssl = false of {row.get('url')}", document.where("source", number), TRUST)
         yield Statement(
             "index", str(row.get("url")), document.where("source", number), "" if "packages" in users else group
         )

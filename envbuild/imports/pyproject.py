@@ -18,7 +18,7 @@ from envbuild.base.text import normalise
 from envbuild.base.toml import Document, list_at, read, table_at, value_at
 from envbuild.data import load_table
 from envbuild.imports.conda_files import KINDS, conda_entries, conda_spec, pixi_default, pixi_entries
-from envbuild.imports.pip_files import beside, pip_line, poetry_requirement, poetry_specifier
+from envbuild.imports.pip_files import beside, pip_line, poetry_python, poetry_requirement, poetry_specifier
 from envbuild.imports.signs import gpu_signs
 from envbuild.imports.statement import (
     BOUND,
@@ -31,7 +31,6 @@ from envbuild.imports.statement import (
     TOOL,
     UNUSED_INDEX,
     Statement,
-    fitting_pythons,
     for_linux,
     git_address,
     linux_places,
@@ -41,7 +40,6 @@ from envbuild.imports.statement import (
     texts,
 )
 from envbuild.recipe.checks import requirement_parts
-from envbuild.recipe.model import PYTHONS
 from envbuild.recipe.targets import ARCHES
 
 _EXTRAS = ("project", "optional-dependencies")
@@ -74,7 +72,13 @@ _UV_OTHER = (
     *("find-links", "torch-backend", "prerelease", "resolution", "fork-strategy", "index-strategy", "no-index"),
     *("exclude-dependencies", "dependency-metadata", "required-environments", "conflicts", "no-sources"),
     *("no-build", "no-build-package", "no-binary", "no-binary-package", "only-binary", "extra-build-dependencies"),
-    *("no-build-isolation", "no-build-isolation-package", "build-constraint-dependencies", "config-settings"),
+    *(
+        "default-groups",
+        "no-build-isolation",
+        "no-build-isolation-package",
+        "build-constraint-dependencies",
+        "config-settings",
+    ),
 )
 _UV_SETTINGS = (*_UV_INDEXES, *_UV_OTHER)
 _LOST = {("build-system", "requires"): "builds the project's own wheel"}
@@ -95,6 +99,15 @@ _READ: tuple[tuple[str, ...], ...] = (
 # conda's platforms of the architectures.
 _PLATFORMS = {"x86_64": "linux-64", "aarch64": "linux-aarch64"}
 _HATCH, _HATCH_KEYS = ("tool", "hatch", "envs"), ("dependencies", "extra-dependencies")
+_HATCH_SETTINGS = {
+    "python",
+    "features",
+    "env-vars",
+    "template",
+    "matrix",
+    "pre-install-commands",
+    "post-install-commands",
+}
 _CONDA_ONLY = re.compile(
     r"pytorch(?:-(?:cuda|gpu|cpu|mutex))?|cudatoolkit|cuda-(?:version|nvcc|cudart|libraries)|cudnn|nccl"
 )
@@ -122,9 +135,13 @@ def read_pyproject(path: Path) -> Iterator[Statement]:
             place, own = (*array, name) if group is None else array, name if group is None else group
             statements = texts(document, place, "requirement", "" if own in in_default else own)
             yield from _sourced(document, _without_own(document, statements))
-    for name in table_at(data, *_HATCH):
+    for name, about in table_at(data, *_HATCH).items():
         for key in _HATCH_KEYS:
             yield from texts(document, (*_HATCH, name, key), "requirement", name)
+        for key in _HATCH_SETTINGS & table_at(about).keys():
+            value, at = about[key], document.where(*_HATCH, name, key)
+            for variable, text in value.items() if isinstance(value, dict) else [("", value)]:
+                yield lost(f"[{'.'.join((*_HATCH, name))}] {key} {variable}".rstrip() + f" = {text}", at, TOOL)
     yield from texts(document, ("tool", "uv", "constraint-dependencies"), "constraint")
     yield from texts(document, ("tool", "uv", "override-dependencies"), "override")
     yield from python_of(list(map(str, list_at(data, "tool", "uv", "environments"))), document.where("tool", "uv"))
@@ -162,7 +179,7 @@ def _unread(document: Document) -> Iterator[Statement]:
     for name in table_at(data, "tool"):
         settings += [] if name in checkers else _leaves(data, ("tool", name))
     for keys in settings:
-        is_hatch = keys[:3] == _HATCH and keys[-1] in _HATCH_KEYS
+        is_hatch = keys[:3] == _HATCH and not {*_HATCH_KEYS, *_HATCH_SETTINGS}.isdisjoint(keys[4:])
         if is_hatch or any(keys[: len(read)] == read for read in _READ):
             continue
         value = value_at(data, *keys)
@@ -331,6 +348,10 @@ def _indexes(document: Document, keys: tuple[str, ...]) -> Iterator[Statement]:
             yield lost(f"find-links {url}", place, "find-links belong to pip's configuration, which envbuild reads")
             continue
         used = uses.get(str(row.get("name")), [])
+        if row.get("default") is True or row.get("priority") in ("default", "primary"):
+            yield lost(
+                f"default = true of {url}", place, "the site's pip configuration decides whether PyPI is asked, too"
+            )
         if "exclude-newer" in row:
             yield lost(f"exclude-newer = {row['exclude-newer']}", place, "say it of its URL in [exclude_newer_index]")
         here = [group for group, marker in used if for_linux(marker)]
@@ -381,7 +402,7 @@ def _poetry(document: Document) -> Iterator[Statement]:
             for item in given if isinstance(given, list) else [given]:
                 about = item if isinstance(item, dict) else {"version": item}
                 if name == "python":
-                    yield from _python(str(about.get("version")), place)
+                    yield from poetry_python(str(about.get("version")), place)
                     continue
                 optional = " ".join(extras.get(normalise(name), ["optional"])) if about.get("optional") else ""
                 version = poetry_specifier(str(about.get("version", "*")))
@@ -390,20 +411,6 @@ def _poetry(document: Document) -> Iterator[Statement]:
                     yield conda_spec("conda", f"{name} {version}".strip(), place, group or optional)
                     continue
                 yield from poetry_requirement(name, about, place, group or optional)
-
-
-def _python(text: str, place: str) -> Iterator[Statement]:
-    """Yield the Pythons of a constraint of poetry's; PEP 440 has no alternatives, so that the others are excluded."""
-    parts = [poetry_specifier(part) or ">=3" for part in text.split("|") if part.strip()]
-    if len(parts) < 2:
-        yield Statement("python", parts[0] if parts else ">=3", place)
-        return
-    try:
-        fitting = {python for part in parts for python in fitting_pythons(part, PYTHONS)}
-    except ValueError:  # InvalidSpecifier is one
-        yield lost(f"python {text}", place, "alternatives of versions, which PEP 440 does not know")
-        return
-    yield Statement("python", ",".join(f"!={python}.*" for python in PYTHONS if python not in fitting) or ">=3", place)
 
 
 def _poetry_tables(document: Document) -> dict[tuple[str, ...], str]:

@@ -38,6 +38,8 @@ NO_FILE = "no such file here: name it, or what a command makes it from, with --f
 UNUSUAL_FILE = "not the usual name, so the import of its folder leaves it out: name it with --from"
 INDEX = "the site decides which index serves a package: name it in pip's configuration, or in `indexes`"
 TOOL = "a setting of that tool, not a package"
+ALTERNATIVES = "alternatives of versions, which PEP 440 does not know"
+TRUST = "certificates are checked: give a site's own authority with SSL_CERT_FILE or in pip's configuration"
 EXCLUDED = "uv leaves this package out; a recipe cannot: its lock has it if another package requires it"
 BOUND = (
     "the target has this index beside the others; to take the package from it alone, name it in [indexes] of the recipe"
@@ -129,7 +131,8 @@ def python_of(markers: Sequence[str], place: str) -> Iterator[Statement]:
 
 def fitting_pythons(specifiers: str, pythons: Iterable[str]) -> list[str]:
     """Return those of `pythons` of which a patch release fits: ">=3.11.4" accepts 3.11. Raises ValueError."""
-    known = SpecifierSet(specifiers)
+    # ">=3.8.*", which old versions of pip accepted
+    known = SpecifierSet(re.sub(r"([<>]=?\s*\d[\d.]*?)\.\*", r"\1", specifiers))
     return [python for python in pythons if any(f"{python}.{patch}" in known for patch in range(40))]
 
 
@@ -158,6 +161,17 @@ def contradict(left: SpecifierSet, right: SpecifierSet) -> bool:
 def lost(text: object, place: str, reason: str, group: str = "") -> Statement:
     """Return a statement that is not carried, with the reason."""
     return Statement("lost", " ".join(str(text).split()), place, group, reason=reason)
+
+
+# Variables from which pip and uv read the URLs of indexes (pip's documentation, "Configuration"; uv's, "Environment").
+_INDEX_VARIABLE = re.compile(r"PIP_(?:EXTRA_)?INDEX_URL|UV_(?:DEFAULT_INDEX|(?:EXTRA_)?INDEX(?:_URL)?)")
+
+
+def variable(name: str, value: str, place: str) -> Iterator[Statement]:
+    """Yield the statement of an environment variable, and the indexes that pip or uv read from it."""
+    yield Statement("env", f"{name}={value}", place)
+    for url in value.split() if _INDEX_VARIABLE.fullmatch(name) else ():
+        yield Statement("index", re.sub(r"^[\w.-]+=(?=\w+://)", "", url), place)
 
 
 def git_address(about: Mapping[str, Any]) -> str:
@@ -257,7 +271,8 @@ def project_of(text: str) -> str:
 FOREIGN_FILE = re.compile(r"-(?:macosx_|win_|win32)[a-z0-9_.]*\.whl(?![\w.])")
 # Packages and wheels that exist for macOS or Windows alone.
 _OF_OTHER_SYSTEM = re.compile(
-    r"(?:tensorflow[-_](?:macos|metal)|jax[-_]metal)(?![\w.-])|[\w.-]+(?:\[[^\]]*\])?\s*@\s*https?:\S+-(?:macosx_|win_|win32)[a-z0-9_]*\.whl(?![\w.])"
+    r"(?:tensorflow[-_](?:macos|metal|intel)|jax[-_]metal|mlx[-_]metal|pywin32|pypiwin32|pywinpty|windows[-_]curses|winsdk"
+    r"|winrt-[\w-]+|triton[-_]windows|onnxruntime[-_]directml|pyobjc(?:-[\w-]+)?)(?![\w.-])|[\w.-]+(?:\[[^\]]*\])?\s*@\s*https?:\S+-(?:macosx_|win_|win32)[a-z0-9_]*\.whl(?![\w.])"
 )
 
 
@@ -326,7 +341,8 @@ def python_version(
             fitting = fitting_pythons(specifiers, accepted)
             is_old = not fitting and bool(fitting_pythons(specifiers, _OLD))
         except ValueError:  # InvalidSpecifier is one
-            fitting, is_old = [], False
+            lose(statement, f"{statement.text!r} is not a version specifier (PEP 440)")
+            continue
         if is_old:  # the oldest one has most of the wheels of that time
             accepted = sorted(accepted, key=PYTHONS.index)
             old.append(statement)

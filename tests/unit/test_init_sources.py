@@ -178,12 +178,74 @@ def test_specs_as_conda_writes_them_are_carried_and_lock_reads_them(tmp_path: Pa
         ("pyproject.toml", '[project]\nname = "x"\n[tool.uv]\nprerelease = "allow"\n', "prerelease = allow"),
         ("pyproject.toml", '[project]\nname = "x"\n[tool.uv]\nexclude-dependencies = ["torchvision"]\n', "torchvision"),
         ("pyproject.toml", '[tool.uv]\nconflicts = [[{extra = "a"}, {extra = "b"}]]\n', "'extra': 'a'"),
+        ("pyproject.toml", '[tool.uv]\ndefault-groups = ["docs"]\n', "default-groups = docs"),
+        ("pyproject.toml", '[tool.hatch.envs.default]\npython = "3.10"\n', "[tool.hatch.envs.default] python = 3.10"),
+        (
+            "pyproject.toml",
+            '[tool.hatch.envs.a.env-vars]\nPIP_INDEX_URL = "https://a.example/"\n',
+            "env-vars PIP_INDEX_URL",
+        ),
         ("Pipfile", '[packages]\nrich = "*"\n[pipenv]\nallow_prereleases = true\n', "allow_prereleases = True"),
     ],
 )
 def test_settings_that_change_what_is_resolved_are_listed(tmp_path: Path, name: str, text: str, setting: str) -> None:
     draft, _ = imported(tmp_path, name, text)
     assert re.match("a setting of that tool|uv leaves this package out", reason(draft, setting))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("Dockerfile", "FROM python:3.11\nENV PIP_EXTRA_INDEX_URL=https://a.example/simple\nRUN pip install rich\n"),
+        ("Dockerfile", "FROM python:3.11\nENV UV_INDEX=own=https://a.example/simple\nRUN uv pip install rich\n"),
+        (
+            "environment.yml",
+            "dependencies: [pip, {pip: [rich]}]\nvariables: {PIP_EXTRA_INDEX_URL: 'https://a.example/simple'}\n",
+        ),
+    ],
+)
+def test_indexes_in_variables_are_carried(tmp_path: Path, name: str, text: str) -> None:
+    _, recipe = imported(tmp_path, name, text)
+    (table,) = recipe.targets.values()
+    assert "https://a.example/simple" in table.indexes
+
+
+def test_what_pipenv_and_uv_say_of_an_index_is_listed(tmp_path: Path) -> None:
+    text = '[[source]]\nurl = "https://a.example/simple"\nverify_ssl = false\nname = "a"\n[packages]\nrich = "*"\n'
+    draft, _ = imported(tmp_path, "Pipfile", text)
+    assert reason(draft, "verify_ssl = false of https://a.example/simple").startswith("certificates are checked")
+    text = '[project]\nname = "a"\n[[tool.uv.index]]\nurl = "https://a.example/simple"\ndefault = true\n'
+    draft, _ = imported(tmp_path, "pyproject.toml", text)
+    assert "whether PyPI is asked" in reason(draft, "default = true of https://a.example/simple")
+
+
+def test_an_optional_package_of_poetrys_lock_belongs_to_its_extra(tmp_path: Path) -> None:
+    package = '[[package]]\nname = "{}"\nversion = "1.0"\noptional = {}\npython-versions = "*"\nfiles = []\n'
+    text = package.format("rich", "false") + package.format("colorama", "true") + package.format("six", "true")
+    text += '[extras]\ncolours = ["colorama (>=1)"]\n[metadata]\nlock-version = "2.0"\n'
+    text += 'python-versions = "3.10.* || 3.12.*"\ncontent-hash = "x"\n'
+    draft, recipe = imported(tmp_path, "poetry.lock", text)
+    assert recipe.requirements == ("rich==1.0",) and recipe.python == "3.12"
+    assert "--extra colours" in reason(draft, "colorama") and "belongs to optional" in reason(draft, "six")
+
+
+@pytest.mark.parametrize(
+    "package",
+    ["pywin32==304", "pywinpty", "tensorflow-intel==2.15.0", "winrt-runtime", "pyobjc-framework-Cocoa", "mlx-metal==1"],
+)
+def test_packages_for_other_systems_alone_are_listed(tmp_path: Path, package: str) -> None:
+    draft, recipe = imported(tmp_path, "requirements.txt", f"rich\n{package}\npywin32-ctypes\n")
+    assert recipe.requirements == ("rich", "pywin32-ctypes")
+    assert reason(draft, package).startswith("for another operating system")
+
+
+@pytest.mark.parametrize(("specifier", "named"), [(">=3.10.*", ""), ("three", "is not a version specifier")])
+def test_a_python_that_is_no_specifier_is_listed(tmp_path: Path, specifier: str, named: str) -> None:
+    draft, recipe = imported(tmp_path, "pyproject.toml", f'[project]\nname = "a"\nrequires-python = "{specifier}"\n')
+    assert recipe.python == "3.11"
+    assert [named in statement.reason for statement in draft.lost if statement.text.startswith("python")] == (
+        [True] if named else []
+    )
 
 
 def test_the_local_version_of_a_range_is_named(tmp_path: Path) -> None:
