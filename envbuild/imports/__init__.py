@@ -23,8 +23,8 @@ from envbuild.imports.conda_files import (
     read_pixi_lock,
 )
 from envbuild.imports.dockerfile import read_dockerfile
-from envbuild.imports.lock_files import is_environment, read_installed, read_pipfile_lock, read_toml_lock
-from envbuild.imports.pip_files import read_pipfile, read_requirements, read_setup, read_setup_cfg
+from envbuild.imports.lock_files import is_environment, read_installed, read_pipfile, read_pipfile_lock, read_toml_lock
+from envbuild.imports.pip_files import read_requirements, read_setup, read_setup_cfg
 from envbuild.imports.pyproject import builds_package, read_pyproject
 from envbuild.imports.signs import comments_with_signs, gpu_signs
 from envbuild.imports.statement import UNREAD_LINE, UNUSUAL_FILE, Statement, lost, text_of

@@ -1,4 +1,4 @@
-"""Readers of locks of Python packages: uv.lock, pylock.toml (PEP 751), poetry.lock and Pipfile.lock.
+"""Readers of locks of Python packages: uv.lock, pylock.toml (PEP 751), poetry.lock, Pipfile with its Pipfile.lock.
 
 Sources: docs.astral.sh/uv, "Lockfile" (version 1); packaging.python.org, "pylock.toml specification" (lock-version
 1.0); poetry's `poetry.lock` (lock-version 1.0 to 2.x); Pipfile.lock's `pipfile-spec` 6. Other versions are refused.
@@ -20,14 +20,17 @@ from envbuild.base.packages import CHANNEL_ALIAS
 from envbuild.base.text import normalise
 from envbuild.base.toml import Document, list_at, read, table_at, value_at
 from envbuild.contract.conda_meta import is_conda
-from envbuild.imports.pip_files import HASHES, poetry_python
+from envbuild.imports.pip_files import HASHES, poetry_python, poetry_requirement
 from envbuild.imports.statement import (
+    BOUND,
     FOREIGN_FILE,
     INDEX,
     OTHER_SYSTEM,
     OWN,
     OWN_NAME,
     SOURCE,
+    TOOL,
+    TRUST,
     Statement,
     always_on_linux,
     check_version,
@@ -345,6 +348,56 @@ def _pin(name: object, version: object, marker: str, place: str, group: str) -> 
         return lost(f"{name} {version}", place, "no name and version", group)
     text = name + (version if " @ " in version else f"=={version}")
     return Statement("pin", f"{text}{f' ; {marker}' if marker else ''}", place, group)
+
+
+_NO_CATEGORIES = ("source", "requires", "scripts", "pipenv")
+_CATEGORIES = {"packages": "", "dev-packages": "develop"}
+_SETTINGS = {"extras", "editable", "path", "file", "index", "git", "ref", "subdirectory", "version", "markers"}
+
+
+def read_pipfile(path: Path) -> Iterator[Statement]:
+    """Yield the statements of a Pipfile; the group of other packages than those of [packages] is the category."""
+    document = read(path, UsageError)
+    for key in ("python_version", "python_full_version"):
+        if python := value_at(document.data, "requires", key):
+            yield Statement("python", f"=={python}.*", document.where("requires", key))
+            break
+    for key, value in table_at(document.data, "pipenv").items():
+        yield lost(f"{key} = {value}", document.where("pipenv", key), TOOL)
+    tables = {name: table_at(table) for name, table in document.data.items() if name not in _NO_CATEGORIES}
+    for number, row in enumerate(map(table_at, list_at(document.data, "source"))):
+        # An index that packages name belongs to their categories.
+        users = [name for name, table in tables.items() for given in table.values() if _names_index(given, row)]
+        group = " ".join(dict.fromkeys(_CATEGORIES.get(name, name) for name in users))
+        if row.get("verify_ssl") is False:
+            yield lost(f"verify_ssl = false of {row.get('url')}", document.where("source", number), TRUST)
+        yield Statement(
+            "index", str(row.get("url")), document.where("source", number), "" if "packages" in users else group
+        )
+    for category, table in tables.items():
+        group = _CATEGORIES.get(category, category)
+        for name, given in table.items():
+            place, about = document.where(category, name), given if isinstance(given, dict) else {"version": given}
+            yield from poetry_requirement(name, _as_poetry(about), place, group)
+            if "index" in about:
+                yield lost(f"{name}: index = {about['index']}", place, BOUND, group)
+
+
+def _names_index(given: object, source: Mapping[str, Any]) -> bool:
+    return isinstance(given, dict) and given.get("index") is not None and given.get("index") == source.get("name")
+
+
+def _as_poetry(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return pipenv's table of a package as Poetry's: other names of keys are variables of markers."""
+    markers = [str(about["markers"])] if "markers" in about else []
+    markers += [f"{key} {value}" for key, value in about.items() if key not in _SETTINGS and isinstance(value, str)]
+    kept = {key: value for key, value in about.items() if key in _SETTINGS and key not in ("index", "editable")}
+    kept |= {"rev": kept.pop("ref")} if "ref" in kept else {}
+    return kept | (
+        {"markers": " and ".join(f"({marker})" if len(markers) > 1 else marker for marker in markers)}
+        if markers
+        else {}
+    )
 
 
 def read_pipfile_lock(path: Path) -> Iterator[Statement]:

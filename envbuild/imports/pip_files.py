@@ -1,10 +1,9 @@
-"""Readers of requirements in the forms of pip, setuptools, pipenv and Poetry.
+"""Readers of requirements in the forms of pip, setuptools and Poetry.
 
-They read requirements files, the arguments of `pip install`, setup.py, setup.cfg and Pipfile. Sources: pip's
-documentation, "Requirements File Format"; setuptools, "Keywords"; pipenv, "Pipfile & Pipfile.lock"; python-poetry.org,
-"Dependency specification": a name, and a version or a table; pixi and conda-lock share it. The options are those of
-data/pip_options.toml. Variables such as ${TOKEN} are not replaced: they hold secrets. setup.py is parsed and never run:
-only literal values count.
+They read requirements files, the arguments of `pip install`, setup.py and setup.cfg. Sources: pip's documentation,
+"Requirements File Format"; setuptools, "Keywords"; python-poetry.org, "Dependency specification": a name, and a version
+or a table; pipenv, pixi and conda-lock share it. The options are those of data/pip_options.toml. Variables such as
+${TOKEN} are not replaced: they hold secrets. setup.py is parsed and never run: only literal values count.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from packaging.specifiers import SpecifierSet
 
 from envbuild.base.errors import UsageError
 from envbuild.base.text import normalise
-from envbuild.base.toml import list_at, read, table_at, value_at
+from envbuild.base.toml import list_at
 from envbuild.data import load_table
 from envbuild.imports.statement import (
     ALTERNATIVES,
@@ -36,7 +35,6 @@ from envbuild.imports.statement import (
     OTHER_SYSTEM,
     SOURCE,
     TOOL,
-    TRUST,
     Statement,
     contradict,
     fitting_pythons,
@@ -74,9 +72,20 @@ def beside(folder: Path) -> Find:
     return lambda name: folder / name if os.path.isfile(folder / name) else None
 
 
+# The Python in the head of a file that pip-compile or uv wrote: its pins are for it.
+_COMPILED = re.compile(
+    r"^# ?.* by pip-compile with [Pp]ython (3\.\d+)|^# +uv pip compile .*?(?:--python-version|--python|-p)[ =](3\.\d+)",
+    re.MULTILINE,
+)
+
+
 def read_requirements(path: Path, kind: str = "requirement", seen: tuple[Path, ...] = ()) -> Iterator[Statement]:
     """Yield the statements of a requirements file and of the files that it names. Raises UsageError."""
-    yield from requirement_lines(text_of(path), str(path), beside(path.parent), kind, (*seen, path.absolute()))
+    text = text_of(path)
+    if compiled := _COMPILED.search(text[:2000]):
+        place = f"{path}:{text[: compiled.start()].count(chr(10)) + 1}"
+        yield Statement("python", f"=={compiled[1] or compiled[2]}.*", place)
+    yield from requirement_lines(text, str(path), beside(path.parent), kind, (*seen, path.absolute()))
 
 
 def requirement_lines(
@@ -350,13 +359,10 @@ def _translated(part: str) -> str:
     return f">={version},<{numbers[1] or ''}{'.'.join(map(str, [*parts[:last], parts[last] + 1]))}"
 
 
-# ---- setup.py, setup.cfg and Pipfile
+# ---- setup.py and setup.cfg
 _COMPUTED = "computed by the program, which init does not run: name {} with --from"
 _LISTS = {"install_requires": "", "setup_requires": "setup_requires", "tests_require": "tests_require"}
-_NO_CATEGORIES = ("source", "requires", "scripts", "pipenv")
-_CATEGORIES = {"packages": "", "dev-packages": "develop"}
 _MARK = "\0"  # before the number of a line
-_SETTINGS = {"extras", "editable", "path", "file", "index", "git", "ref", "subdirectory", "version", "markers"}
 
 
 def read_setup(path: Path) -> Iterator[Statement]:
@@ -404,7 +410,7 @@ def _keywords(keyword: ast.keyword, values: Mapping[str, ast.expr]) -> Iterator[
 
 
 def _assigned(tree: ast.Module) -> dict[str, ast.expr]:
-    """Return the names that the module assigns once, with their values."""
+    """Return the names that the module assigns once, with their values and what it adds to them."""
     pairs = [
         (target.id, node.value)
         for node in ast.walk(tree)
@@ -412,14 +418,42 @@ def _assigned(tree: ast.Module) -> dict[str, ast.expr]:
         for target in node.targets
         if isinstance(target, ast.Name)
     ]
-    changed = {
+    changes = [
         ast.unparse(node.value)
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in ("append", "extend", "update", "insert", "remove")
+    ]
+    changes += [ast.unparse(node.target) for node in ast.walk(tree) if isinstance(node, ast.AugAssign)]
+    names, added = [name for name, _ in pairs], list(_added(tree.body))
+    values = {
+        name: value
+        for name, value in pairs
+        if names.count(name) == 1 and changes.count(name) == [other for other, _ in added].count(name)
     }
-    changed |= {ast.unparse(node.target) for node in ast.walk(tree) if isinstance(node, ast.AugAssign)}
-    names = [name for name, _ in pairs]
-    return {name: value for name, value in pairs if names.count(name) == 1 and name not in changed}
+    for name, value in added:
+        if name in values:
+            values[name] = ast.copy_location(ast.BinOp(values[name], ast.Add(), value), values[name])
+    return values
+
+
+def _added(body: list[ast.stmt], test: ast.expr | None = None) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the names of lists with what `body` adds to them: names += [...]; in a branch, as VALUE if TEST else []."""
+    for node in body:
+        match node:
+            case ast.If():
+                yield from _added(node.body, node.test)
+                yield from _added(node.orelse, ast.UnaryOp(ast.Not(), node.test))
+                continue
+            case ast.AugAssign(target=ast.Name(id=name), op=ast.Add(), value=value):
+                pass
+            case ast.Expr(ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="extend"), args=[value])):
+                pass
+            case ast.Expr(ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="append"), args=[item])):
+                value = ast.copy_location(ast.List([item], ast.Load()), item)
+            case _:
+                continue
+        empty = ast.List([], ast.Load())
+        yield name, value if test is None else ast.copy_location(ast.IfExp(test, value, empty), value)
 
 
 def _literal(node: ast.expr, values: Mapping[str, ast.expr]) -> object:
@@ -542,48 +576,3 @@ def _lines_of(config: configparser.RawConfigParser, section: str, key: str, path
     """Return the lines of a value that have text, each with its place, which `read_setup_cfg` appends to it."""
     lines = [line.rpartition(_MARK) for line in config.get(section, key, fallback="").split("\n")]
     return [(text.strip(), f"{path}:{number}") for text, _, number in lines if text.strip()]
-
-
-def read_pipfile(path: Path) -> Iterator[Statement]:
-    """Yield the statements of a Pipfile; the group of other packages than those of [packages] is the category."""
-    document = read(path, UsageError)
-    for key in ("python_version", "python_full_version"):
-        if python := value_at(document.data, "requires", key):
-            yield Statement("python", f"=={python}.*", document.where("requires", key))
-            break
-    for key, value in table_at(document.data, "pipenv").items():
-        yield lost(f"{key} = {value}", document.where("pipenv", key), TOOL)
-    tables = {name: table_at(table) for name, table in document.data.items() if name not in _NO_CATEGORIES}
-    for number, row in enumerate(map(table_at, list_at(document.data, "source"))):
-        # An index that packages name belongs to their categories.
-        users = [name for name, table in tables.items() for given in table.values() if _names_index(given, row)]
-        group = " ".join(dict.fromkeys(_CATEGORIES.get(name, name) for name in users))
-        if row.get("verify_ssl") is False:
-            yield lost(f"verify_ssl = false of {row.get('url')}", document.where("source", number), TRUST)
-        yield Statement(
-            "index", str(row.get("url")), document.where("source", number), "" if "packages" in users else group
-        )
-    for category, table in tables.items():
-        group = _CATEGORIES.get(category, category)
-        for name, given in table.items():
-            place, about = document.where(category, name), given if isinstance(given, dict) else {"version": given}
-            yield from poetry_requirement(name, _as_poetry(about), place, group)
-            if "index" in about:
-                yield lost(f"{name}: index = {about['index']}", place, BOUND, group)
-
-
-def _names_index(given: object, source: Mapping[str, Any]) -> bool:
-    return isinstance(given, dict) and given.get("index") is not None and given.get("index") == source.get("name")
-
-
-def _as_poetry(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return pipenv's table of a package as Poetry's: other names of keys are variables of markers."""
-    markers = [str(about["markers"])] if "markers" in about else []
-    markers += [f"{key} {value}" for key, value in about.items() if key not in _SETTINGS and isinstance(value, str)]
-    kept = {key: value for key, value in about.items() if key in _SETTINGS and key not in ("index", "editable")}
-    kept |= {"rev": kept.pop("ref")} if "ref" in kept else {}
-    return kept | (
-        {"markers": " and ".join(f"({marker})" if len(markers) > 1 else marker for marker in markers)}
-        if markers
-        else {}
-    )

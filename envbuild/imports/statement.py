@@ -62,7 +62,9 @@ LINUX = {
     "implementation_name": "cpython",
     "platform_python_implementation": "CPython",
 }
-_EXTRAS = re.compile(r"""extra (?:==|!=) ['"][^'"]*['"]|['"][^'"]*['"] (?:not )?in (?:extras|dependency_groups)""")
+_EXTRAS = re.compile(
+    r"""\bextra\s*(?:==|!=)\s*['"][^'"]*['"]|['"][^'"]*['"] (?:not )?in (?:extras|dependency_groups)"""
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,7 @@ def split_extras(marker: str) -> tuple[str, str]:
     """
     if not re.search(r"\bextra\b", marker):
         return marker, ""
-    names = re.findall(r"extra == ['\"]([^'\"]+)['\"]", marker)
+    names = re.findall(r"\bextra\s*==\s*['\"]([^'\"]+)['\"]", marker)
     kept, true = _EXTRAS.sub("python_version >= '3'", marker), r"python_version >= '3'"
     kept = re.sub(rf"(?:^| and ){true}(?=$| and )", "", kept).strip().removeprefix("and ")
     return kept, " ".join(dict.fromkeys(names))

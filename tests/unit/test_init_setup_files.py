@@ -13,12 +13,13 @@ SETUP = """
 from setuptools import find_packages, setup
 BASE = ["numpy>=1.24,<3", "rich"]
 DEV = ["pytest"]
-DEV.append("ruff")
+OTHERS = ["ruff"]
+OTHERS.insert(0, "mypy")
 setup(
     name="Own",
     python_requires=">=3.10",
     install_requires=BASE + ["pandas; python_version < '3.0'", "torch==2.6.0"] + read("more.txt"),
-    extras_require={"gpu": ["flash-attn>=2"], "dev": DEV, ":sys_platform == 'win32'": ["pywin32"]},
+    extras_require={"gpu": ["flash-attn>=2"], "dev": DEV + OTHERS, ":sys_platform == 'win32'": ["pywin32"]},
 )
 """
 
@@ -30,7 +31,7 @@ def test_literals_of_setup_py_are_carried_and_the_rest_is_named(tmp_path: Path) 
     assert recipe.targets["cpu-x86_64"].requirements == ("torch==2.6.0+cpu",) and recipe.python == "3.11"
     lost = {one.text: one.reason for one in draft.lost}
     assert "computed by the program" in lost["install_requires: read('more.txt')"]
-    assert "computed by the program" in lost["extras_require['dev']: DEV"]
+    assert "computed by the program" in lost["extras_require['dev']: OTHERS"]
     assert "--extra gpu" in lost["flash-attn>=2"] and "another operating system" in lost["pywin32"]
     assert "--extra gpu" in draft.warning and "flash-attn" in draft.warning
     _, recipe = draft_of(tmp_path / "setup.py", groups=("gpu",))
@@ -113,6 +114,25 @@ def test_a_pipfile_with_categories_and_addresses(tmp_path: Path) -> None:
     reasons = {one.text: one.reason for one in draft.lost}
     assert reasons[f"torch @ {wheel}"].endswith("its index has it: carried as torch==2.6.0+cu124")
     assert "--extra gpu" in reasons["https://download.pytorch.org/whl/cu118"]
+
+
+def test_what_the_program_adds_to_a_list_is_carried_or_named(tmp_path: Path) -> None:
+    (tmp_path / "setup.py").write_text(
+        "required = ['numpy']\nrequired += ['rich']\nrequired.append('six>=1')\nrequired.extend(['idna'])\n"
+        "if sys.platform == 'linux':\n    required.append('triton>=2')\nelse:\n    required += ['pywin32']\n"
+        "setup(install_requires=required)\n"
+    )
+    draft, recipe = draft_of(tmp_path / "setup.py", target=None)
+    assert recipe.requirements == ("numpy", "rich", "six>=1", "idna")
+    lost = {statement.text: statement.place.rpartition(":")[2] for statement in draft.lost}
+    assert lost["install_requires: ['triton>=2'] if sys.platform == 'linux' else []"] == "6"
+    assert "install_requires: ['pywin32'] if not sys.platform == 'linux' else []" in lost
+    assert "triton>=2" in draft.warning
+    (tmp_path / "setup.py").write_text(
+        "required = ['numpy']\nfor name in NAMES:\n    required.append(name)\nsetup(install_requires=required)\n"
+    )
+    draft, recipe = draft_of(tmp_path / "setup.py", target=None)
+    assert not recipe.requirements and [statement.text for statement in draft.lost] == ["install_requires: required"]
 
 
 def test_extras_that_the_program_adds_are_carried_or_named(tmp_path: Path) -> None:
