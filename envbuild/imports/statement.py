@@ -435,6 +435,13 @@ def _has_wheels(kept: Iterable[Statement]) -> Callable[[str], bool]:
             specifiers = requirement.specifier
             limits.append((name, str(requirement.marker or ""), _newest(specifiers), _oldest(specifiers)))
 
+    torch = min((newest for name, _, newest, _ in limits if name == "torch" and newest), default=None)
+    limits += [
+        (name, marker, _with_torch(name, torch), None)
+        for name, marker, newest, _ in limits
+        if torch and not newest and name in ("torchvision", "torchaudio")
+    ]
+
     def fits(python: str) -> bool:
         for name, marker, newest, oldest in limits:
             if not for_linux(marker, linux_places(pythons=[python])):
@@ -449,6 +456,16 @@ def _has_wheels(kept: Iterable[Statement]) -> Callable[[str], bool]:
         return True
 
     return fits
+
+
+def _with_torch(name: str, torch: Version) -> Version:
+    """Return a version that is not older than those of torchvision or torchaudio that are released with a torch.
+
+    Source: README.md of torchvision (0.14 is for torch 1.13, 0.15 for 2.0) and of torchaudio (0.13, 2.0).
+    """
+    if name == "torchaudio":
+        return Version(f"{torch.major if torch.major > 1 else 0}.{torch.minor}.99999")
+    return Version(f"0.{torch.minor + (15 if torch.major > 1 else 1)}.99999")
 
 
 def _newest(specifiers: Iterable[Specifier]) -> Version | None:
