@@ -188,7 +188,7 @@ def test_a_base_keeps_to_the_limits_before_its_first_layer(tmp_path: Path) -> No
 
 
 def test_the_largest_image_that_is_allowed_takes_less_than_500_mb() -> None:
-    count = 20_000
+    count = 10_000
     names = (
         f"opt/env/lib/python3.11/site-packages/package_{n // 500}/a_module_of_usual_length_{n}.py" for n in range(count)
     )

@@ -181,7 +181,7 @@ WHEELS = {
             (f"{D}/scripts/binary", b"\x7fELF\0#!python\n" + LARGE),
             (f"{D}/scripts/near", b"#!pytho"),
             (f"{D}/scripts/one-line", b"#!python"),
-            (f"{D}/scripts/long-line", b"#!python " + b"x" * (1 << 20) + b"\nprint()"),
+            (f"{D}/scripts/long-line", b"#!python " + b"x" * (1 << 18) + b"\nprint()"),
             (f"{D}/scripts/empty", b""),
             (f"{D}/scripts/sub/nested", b"#!python3\nprint(3)\n"),
             (f"{D}/data/share/odd/a.txt", b"a"),

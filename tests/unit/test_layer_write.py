@@ -261,7 +261,7 @@ from envbuild.image.layer import write_layer
 import os
 os.sched_getaffinity = lambda _: set(range(64))
 with open({sparse!r}, "rb") as stream:
-    entry = Entry("sparse", size=600_000_000)
+    entry = Entry("sparse", size=300_000_000)
     write_layer([(entry, stream)], Blobs(pathlib.Path({folder!r})))
 status = pathlib.Path("/proc/self/status").read_text()
 print(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
@@ -271,7 +271,7 @@ print(next(line.split()[1] for line in status.splitlines() if line.startswith("V
 def test_memory_does_not_grow_with_content_or_processors(tmp_path: Path) -> None:
     sparse = tmp_path / "sparse"
     with sparse.open("wb") as stream:
-        stream.truncate(600_000_000)
+        stream.truncate(300_000_000)
     script = MEMORY.format(repository=REPOSITORY, sparse=os.fspath(sparse), folder=os.fspath(tmp_path / "blobs"))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
