@@ -77,7 +77,8 @@ _OWN_FILES = ("pyproject.toml", "requirements.txt", "environment.yml", "pixi.tom
 _LOCKS = ("uv.lock", "poetry.lock", "pixi.lock", "Pipfile.lock", "pylock.toml")
 # Files beside those that are often the ones for GPUs: requirements-gpu.txt, environment_cuda.yml.
 _NAMED_ONLY = re.compile(
-    r"pyproject[.-].+\.toml$|requirements?(?![A-Za-z]).*\.(?:txt|in)$|(?<![a-z])environment(?![A-Za-z]).*\.ya?ml$"
+    r"pyproject[.-].{1,255}\.toml$|requirements?(?![A-Za-z]).{,255}\.(?:txt|in)$"
+    r"|(?<![a-z])environment(?![A-Za-z]).{,255}\.ya?ml$"
 )
 # Folders whose files are for GPUs: gpu/Pipfile, docker/cuda-12.1/Dockerfile.
 _GPU_FOLDER = re.compile(r"(?:gpu|cuda|rocm)[\d._-]*")
