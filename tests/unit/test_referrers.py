@@ -271,10 +271,10 @@ def test_a_registry_that_fails_is_named(tmp_path: Path, status: int) -> None:
 
 def test_the_newest_attestation_is_found_behind_any_number_of_others(place: Place) -> None:
     """Foreign ones with the same type, which come first and claim to be newer; and rows of other types."""
-    place.fake.page = 100
+    place.fake.page = 15
     place.push("2026-03-01")
-    place.flood(500, datetime.now(UTC).isoformat())
-    place.flood(500, kind="text/x")
+    place.flood(75, datetime.now(UTC).isoformat())
+    place.flood(75, kind="text/x")
     assert place.fetch() == {"verified_at": "2026-03-01", "name": ""}
 
 
