@@ -44,6 +44,8 @@ from envbuild.verify.survey import Survey
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Of recipes whose tests ask for a verification, and not what it does by default.
 QUICK = "\n[verify]\nnodes = 1\nnproc_per_node = 1\nepochs = 2\n"
+# Of recipes whose tests train by themselves: the verification checks files and imports.
+FILES_ONLY = "\n[verify]\ntrainer = false\n"
 ARCH = os.uname().machine
 NO_DAEMON = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
 
@@ -250,12 +252,12 @@ def envbuild(tmp_path: Path, session_store: Path) -> Command:
     return Command(tmp_path, {"ENVBUILD_STORE": str(session_store)})
 
 
-def own_copy(command: Command, recipe: str) -> Path:
+def own_copy(command: Command, recipe: str, verify: str = QUICK) -> Path:
     """A copy of a shipped recipe in the command's folder, where locks may be written, with a quick verification."""
     place = command.folder / "recipes" / recipe
     shutil.copytree(REPOSITORY / "recipes" / recipe, place)
     with (place / "recipe.toml").open("a") as stream:
-        stream.write(QUICK)
+        stream.write(verify)
     return place
 
 

@@ -33,7 +33,7 @@ from envbuild.image.model import (
 )
 from envbuild.image.registry import open_registry
 
-from .conftest import REPOSITORY, Command, own_copy
+from .conftest import FILES_ONLY, REPOSITORY, Command, own_copy
 
 NO_DAEMON = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
 HUB = "pytorch/pytorch:2.7.1-cuda12.6-cudnn9-runtime"
@@ -78,15 +78,22 @@ def hub(loopback: RegistryLab, session_store: Path, tmp_path_factory: pytest.Tem
 
 
 def test_pytorch_hub_is_locked_built_verified_and_pushed_back(
-    command: Command, loopback: RegistryLab, hub: str
+    command: Command, loopback: RegistryLab, docker_daemon: Lab, hub: str
 ) -> None:
-    place = own_copy(command, "pytorch_hub")
+    """It trains in one process, because torch is compiled at each start here; tests/real/test_docker.py has a whole
+    verification."""
+    place = own_copy(command, "pytorch_hub", FILES_ONLY)
     name = f"{loopback.address}/team/hub:1"
     made = command.json("docker", "pytorch_hub", "--tag", name)
     lock = (place / "cpu-x86_64.image.toml").read_text()
     assert hub in lock and loopback.address not in lock, "a lock holds the digest and no mirror"
     receipt = json.loads(Path(made["receipt"]).read_text())
-    assert receipt["passed"] and receipt["versions"]["torch"].startswith("2.13")
+    assert receipt["passed"]
+    train = "python -m ddp_train 1 1 --backend gloo --report report.json && cat report.json"
+    env = {**os.environ, **docker_daemon.environment()}
+    run = ["docker", "run", "--rm", name, "sh", "-c", train]
+    done = subprocess.run(run, capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and '"torch_version": "2.13' in done.stdout, done.stdout + done.stderr
     job = ["job", "pytorch_hub", "--scheduler", "kubernetes", "--work", "/data", "--strategy", "single"]
     refused = command(*job)
     assert refused.returncode == 2 and "was not pushed" in refused.stderr, refused.stderr

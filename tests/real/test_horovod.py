@@ -23,7 +23,7 @@ from envbuild.run_environment import load_environment
 from envbuild.verify.image_file import open_image_file
 from envbuild.verify.runtimes import runtime_for
 
-from .conftest import Command, keep_layer, own_copy
+from .conftest import FILES_ONLY, Command, keep_layer, own_copy
 from .test_source_images import inside
 
 LIMIT_S = 240
@@ -54,9 +54,9 @@ ONE_SOURCE = """\
 
 @pytest.fixture(scope="module")
 def horovod(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dict[str, Any]:
-    """`envbuild apptainer horovod`, built and verified once; what `--json` printed, and the command."""
+    """`envbuild apptainer horovod`, built and its files verified once; what `--json` printed, and the command."""
     folder = tmp_path_factory.mktemp("horovod")
-    patch = own_copy(Command(folder), "horovod") / "patches/no-debug-information.patch"
+    patch = own_copy(Command(folder), "horovod", FILES_ONLY) / "patches/no-debug-information.patch"
     assert patch.read_text().count('"-O2 -g" "-O3"') == 2
     patch.write_text(patch.read_text().replace('"-O2 -g" "-O3"', '"-O2 -g" "-O0"') + ONE_SOURCE)
     command = Command(folder, {"ENVBUILD_STORE": str(session_store)})

@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .conftest import REPOSITORY, Command
+from .conftest import FILES_ONLY, REPOSITORY, Command
 
 SLIM = '\n[slim]\ngpus = true\ndebug = true\nfiles = ["include", "static", "tests"]\n'
-FILES_ONLY = "\n[verify]\ntrainer = false\n"  # the test trains by itself
 TRAIN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
 TRAIN += ["-m", "ddp_train", "3", "3", "--model", "cnn", "--backend", "gloo", "--dataset_size", "512"]
 
