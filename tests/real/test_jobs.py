@@ -332,10 +332,25 @@ def test_a_container_runtime_is_one_row(
     site = load_site(dict(os.environ), str(jobs.site))
     jobs.write_site()
     opened = open_artifact(squash["enroot"]["path"], (), None)
-    request = JobRequest(nodes=2, nproc_per_node=1, name="toyrun", arguments=EPOCHS, current=shared)
+    folder = shared / "of toyrun"
+    folder.mkdir()
+    (folder / "train.py").write_text(SEEN)
+    request = JobRequest(
+        nodes=2,
+        nproc_per_node=1,
+        name="toyrun",
+        script=str(folder / "train.py"),
+        arguments=tuple(AWKWARD),
+        current=shared,
+    )
     (shared / "logs").mkdir(exist_ok=True)
     script.write_text(render(plan_job(request, opened, site)))
-    jobs.trained(jobs.ended(jobs.cluster.sbatch(script), "toyrun"), ranks=1)
+    ended = jobs.ended(jobs.cluster.sbatch(script), "toyrun")
+    assert ended.end.state == "COMPLETED", ended.log
+    for number in (0, 1):
+        seen = json.loads((folder / str(number)).read_text())
+        assert (seen["prefix"], seen["arguments"]) == ("/opt/env", AWKWARD)
+        assert seen["ENVBUILD_ADDRESS"] == jobs.cluster.address(f"n{int(seen['ENVBUILD_NODE']) + 1}")
 
 
 @pytest.mark.parametrize("kind", ["venv", "enroot"])
