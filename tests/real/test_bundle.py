@@ -69,7 +69,7 @@ def test_a_job_builds_and_verifies_on_a_node_with_modules_and_without_network_ho
         line = [jobs.command(), "venv", bundle[0].folder / "recipes/pt_minimal", "--job", "--site", jobs.site]
         shared = cluster.shared
         done = cluster.run(
-            [*line, "--bundle", bundle[1], "--prefix", shared / "venv", "--submit", "--json"],
+            [*line, "--bundle", bundle[1], "--prefix", shared / "venv", "--verify", "quick", "--submit", "--json"],
             env=jobs.env,
             timeout_s=120,
         )
@@ -79,5 +79,5 @@ def test_a_job_builds_and_verifies_on_a_node_with_modules_and_without_network_ho
         log = (shared / "logs" / f"pt_minimal-build_{told['job']}.out").read_text()
     assert end.state == "COMPLETED", log
     receipt = json.loads((shared / "venv.receipt.json").read_text())
-    assert receipt["passed"] and receipt["host"]["name"] == "n1"
+    assert receipt["passed"] and receipt["settings"]["quick"] and receipt["host"]["name"] == "n1"
     assert receipt["artifact"]["path"] == told["path"] == str(shared / "venv")
