@@ -6,7 +6,6 @@ The rows of the rendezvous' ways to fail: each is provoked with plain torchrun, 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,28 @@ print("rank", dist.get_rank(), "of", dist.get_world_size(), flush=True)
 dist.barrier()
 dist.destroy_process_group()
 os._exit(0)
+"""
+# The torchruns of one node, forked from a process that has imported torch without garbage collection: an import takes a
+# second. The argument is a JSON object of NAME: ARGUMENTS; each writes NAME.log, NAME.pid and NAME.code for `launch`.
+AGENTS = """
+import gc
+gc.disable()
+import json, os, pathlib, sys
+from torch.distributed.run import main
+names = {}
+for name, arguments in json.loads(sys.argv[1]).items():
+    child = os.fork()
+    if child == 0:
+        output = os.open(f"{name}.log", os.O_WRONLY | os.O_CREAT, 0o644)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.argv = ["torchrun", *arguments]
+        sys.exit(main())
+    names[child] = name
+    pathlib.Path(f"{name}.pid").write_text(str(child))
+while names:
+    child, status = os.wait()
+    pathlib.Path(f"{names.pop(child)}.code").write_text(f"{os.waitstatus_to_exitcode(status)}.")
 """
 LISTEN = """
 import socket, time
@@ -53,42 +74,49 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
-MODULE = ("-m", "torch.distributed.run")
-# The same without garbage collection, which takes a fifth of its start.
-LEAN = ("-c", "import gc; gc.disable(); from torch.distributed.run import main; main()")
-
-
-def torchrun(endpoint: str, *more: str, id: str = "job", wait: int = 6, start: Sequence[str] = LEAN) -> list[str]:
-    """The command on one node; `wait` seconds for the others."""
+def torchrun(endpoint: str, *more: str, id: str = "job", wait: int = 6) -> list[str]:
+    """The arguments on one node; `wait` seconds for the others."""
     options = ["--nnodes=2", "--nproc-per-node=1", f"--rdzv-id={id}", "--rdzv-backend=c10d"]
     options += [f"--rdzv-endpoint={endpoint}", f"--rdzv-conf=join_timeout={wait},read_timeout=4", *more]
-    return [sys.executable, *start, *options, "train.py"]
+    return [*options, "train.py"]
 
 
 def launch(cluster: Cluster, jobs: dict[str, Sequence[Sequence[str]]]) -> None:
-    """Run all jobs at once, the first command of each on n1, the second on n2, into NAME-n1.log and NAME-n2.log.
+    """Run the torchruns of all jobs, the first of each on n1, the second on n2, into NAME-n1.log and NAME-n2.log.
 
     When one node of a job has failed, the other may wait for it until a time limit: it gets a few seconds more.
     """
     env = {"LOGLEVEL": "INFO", "OMP_NUM_THREADS": "1"}
-    started: dict[str, list[subprocess.Popen[str]]] = {name: [] for name in jobs}
-    for name, commands in jobs.items():
-        for node, command in zip(cluster.nodes, commands, strict=False):
-            with (cluster.shared / f"{name}-{node}.log").open("w") as log:
-                one = cluster.popen(command, on=node, env=env, stdout=log.fileno(), stderr=log.fileno())
-            started[name].append(one)
+    started: dict[str, list[Path]] = {name: [] for name in jobs}
+    running = []
+    for number, node in enumerate(cluster.nodes):
+        here = {f"{name}-{node}": commands[number] for name, commands in jobs.items() if len(commands) > number}
+        for one in here:
+            started[one.rpartition("-")[0]].append(cluster.shared / one)
+        if here:
+            running.append(cluster.popen([sys.executable, "-c", AGENTS, json.dumps(here)], on=node, env=env))
     ends = dict.fromkeys(jobs, time.monotonic() + LIMIT_S)
     while started:
         for name, agents in list(started.items()):
-            codes = [agent.poll() for agent in agents]
-            if any(codes):
+            codes = {agent: _code(agent) for agent in agents}
+            if any(codes.values()):
                 ends[name] = min(ends[name], time.monotonic() + GRACE_S)
-            if None not in codes or time.monotonic() > ends[name]:
-                for agent in agents:
-                    agent.kill()
-                    agent.wait()
+            if None not in codes.values() or time.monotonic() > ends[name]:
+                for agent in (agent for agent, code in codes.items() if code is None):
+                    pid = agent.with_suffix(".pid").read_text()
+                    cluster.run(["kill", "-KILL", pid], on=agent.name.rpartition("-")[2])
                 del started[name]
         time.sleep(0.1)
+    for agents_of_node in running:
+        _, errors = agents_of_node.communicate(timeout=LIMIT_S)
+        assert agents_of_node.returncode == 0, errors
+
+
+def _code(agent: Path) -> int | None:
+    """The exit status of an agent, None while it runs."""
+    file = agent.with_suffix(".code")
+    text = file.read_text() if file.exists() else ""
+    return int(text.rstrip(".")) if text.endswith(".") else None
 
 
 def diagnosed(cluster: Cluster, name: str) -> list[dict[str, Any]]:
@@ -106,7 +134,7 @@ def launched(cluster: Cluster) -> Path:
     comes. Returns the script of a job of the kind that guide 003 prints: torchrun in the batch script, on the head.
     """
     script = cluster.shared / "hand.sbatch"
-    command = " ".join(torchrun("$head:29541", start=MODULE))
+    command = " ".join([sys.executable, "-m", "torch.distributed.run", *torchrun("$head:29541")])
     script.write_text(
         "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --output=hand-n1.log\n"
         f'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n{command}\n'
