@@ -431,19 +431,28 @@ def layout(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dic
     return {**made, "command": Command(folder, env)}
 
 
+def apptainer_of(factory: pytest.TempPathFactory) -> apptainer.Apptainer:
+    """The session's Apptainer; call it where none is missing."""
+    folder, _ = shared(factory, "apptainer", lambda place: str(apptainer.apptainer(place).folder))
+    return apptainer.Apptainer(folder)
+
+
 @pytest.fixture(scope="session")
 def squash(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dict[str, Any]:
-    """`envbuild build pt_cpu --artifact enroot,apptainer`, quickly verified, without a daemon; by kind what `--json`
-    said. Image files train on two nodes in test_squash.py, and with two ranks on each in test_jobs.py."""
+    """pt_cpu as a .sqsh, quickly verified by envbuild's own runtime, and as a .sif, verified on two nodes by Apptainer
+    where it can be had. By kind what `--json` said, without a daemon. Jobs train two ranks a node in test_jobs.py."""
     env = {"ENVBUILD_STORE": str(session_store), **NO_DAEMON}
 
     def make(place: Path) -> dict[str, Any]:
         own_copy(command := Command(place, env), "pt_cpu")
-        return command.json("build", "pt_cpu", "--artifact", "apptainer,enroot", "--locked")
+        made = {"enroot": command.json("enroot", "pt_cpu", "--locked")}
+        sif = command.json("apptainer", "pt_cpu", "--locked", "--no-verify")
+        runtime = {} if apptainer.missing() else apptainer_of(tmp_path_factory).environment()
+        verified = command.json("verify", sif["path"], "--nodes", "2", **runtime)
+        return {**made, "apptainer": {**sif, "receipt": verified["receipt"]}}
 
     folder, made = shared(tmp_path_factory, "squash", make)
-    enroot, apptainer = made["artifacts"]
-    return {"enroot": enroot, "apptainer": apptainer, "command": Command(folder, env)}
+    return {**made, "command": Command(folder, env)}
 
 
 def tiny_site(folder: Path, store: Path) -> Command:
@@ -480,8 +489,7 @@ def real_apptainer(tmp_path_factory: pytest.TempPathFactory) -> apptainer.Apptai
     reason = apptainer.missing()
     if reason is not None:
         pytest.skip(reason)
-    folder, _ = shared(tmp_path_factory, "apptainer", lambda place: str(apptainer.apptainer(place).folder))
-    return apptainer.Apptainer(folder)
+    return apptainer_of(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
