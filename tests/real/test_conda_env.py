@@ -131,6 +131,17 @@ def lab(tmp_path: Path, conda_channel: Channel) -> Lab:
     return Lab(tmp_path, conda_channel.folder.as_uri())
 
 
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture
+def warm(lab: Lab, store: Path) -> Lab:
+    """`lab` with a store that has the packages after the first build; tests leave its files as they are."""
+    return replace(lab, store=store)
+
+
 @pytest.fixture
 def web(tmp_path: Path, conda_server: Server) -> Lab:
     """The channel over HTTP."""
@@ -155,11 +166,11 @@ def run(place: Path, program: str, *arguments: str) -> str:
 # ---- what is built
 
 
-def test_an_environment_runs_in_its_place_and_is_what_was_locked(lab: Lab, conda_channel: Channel) -> None:
+def test_an_environment_runs_in_its_place_and_is_what_was_locked(warm: Lab, conda_channel: Channel) -> None:
     from rattler import PrefixRecord
 
-    plan, place = plan_of(conda_channel), lab.folder / "env"
-    state = lab.build(plan)
+    plan, place = plan_of(conda_channel), warm.folder / "env"
+    state = warm.build(plan)
     assert state.environment == "conda" and state.interpreter == str(place / "bin" / "python")
     assert {n for n, _, _ in state.packages} == {*BASE, "ddp-train"}
     assert as_built(state, surveyed(place))
@@ -175,44 +186,44 @@ def test_an_environment_runs_in_its_place_and_is_what_was_locked(lab: Lab, conda
             assert PLACEHOLDER.encode() not in data or path.suffix == ".json", path
     # Files are shared with the store.
     shared = place / "lib/python3.11/site-packages/labtool.py"
-    assert shared.samefile(lab.unpacked("labtool") / "site-packages/labtool.py")
+    assert shared.samefile(warm.unpacked("labtool") / "site-packages/labtool.py")
     # conda-meta: readable by others, canonical, and silent about this host.
     records = sorted((place / "conda-meta").glob("*.json"))
     assert [p.stem for p in records] == sorted(p.stem for p in plan.conda)
     for path in records:
         record = PrefixRecord.from_path(path)
         assert record.url.startswith(f"{URL}/") and record.channel == URL
-        assert b"file:" not in path.read_bytes() and str(lab.folder / "store") not in path.read_text()
+        assert b"file:" not in path.read_bytes() and str(warm.environment.store.root) not in path.read_text()
     history = (place / "conda-meta" / "history").read_text()
     assert history.startswith("==> ") and f"+{URL}/noarch::labtool-1.1-pyhlab_0\n" in history
 
 
 def test_two_environments_of_one_plan_have_one_digest_and_a_moved_one_is_not_current(
-    lab: Lab, conda_channel: Channel
+    warm: Lab, conda_channel: Channel
 ) -> None:
     plan = plan_of(conda_channel)
-    one, two = lab.build(plan), lab.build(plan, lab.folder / "other" / "a much longer name of it")
+    one, two = warm.build(plan), warm.build(plan, warm.folder / "other" / "a much longer name of it")
     assert one.digest == two.digest and one.packages == two.packages
-    (lab.folder / "env").rename(lab.folder / "moved")
-    assert not conda.is_current(lab.folder / "moved", one)
+    (warm.folder / "env").rename(warm.folder / "moved")
+    assert not conda.is_current(warm.folder / "moved", one)
 
 
 @pytest.mark.parametrize("name", ["prä fix with blanks", "x" * 140])
-def test_programs_run_wherever_the_environment_is(lab: Lab, conda_channel: Channel, name: str) -> None:
-    wheel = script_wheel(lab.folder / "wheels")
-    pip = replace(lab.pip, find_links=(str(wheel.parent),))
-    place = lab.folder / name / "env"
-    replace(lab, pip=pip).build(plan_of(conda_channel, wheels=[wheel]), place)
+def test_programs_run_wherever_the_environment_is(warm: Lab, conda_channel: Channel, name: str) -> None:
+    wheel = script_wheel(warm.folder / "wheels")
+    pip = replace(warm.pip, find_links=(str(wheel.parent),))
+    place = warm.folder / name / "env"
+    replace(warm, pip=pip).build(plan_of(conda_channel, wheels=[wheel]), place)
     assert run(place, "labtool") == "labtool 1.1\n"
     assert run(place, "tinytool") == f"{place}\n"
     assert run(place, "python", "-c", "import sys; print(sys.prefix)") == f"{place}\n"
 
 
-def test_before_it_is_in_its_place_programs_are_run_by_its_own_interpreter(lab: Lab, conda_channel: Channel) -> None:
-    plan, final = plan_of(conda_channel), lab.folder / "final"
-    staged = lab.folder / "staged"
+def test_before_it_is_in_its_place_programs_are_run_by_its_own_interpreter(warm: Lab, conda_channel: Channel) -> None:
+    plan, final = plan_of(conda_channel), warm.folder / "final"
+    staged = warm.folder / "staged"
     staged.mkdir()
-    conda.build(FolderBuild(plan, load_trainer(), lab.environment, staged, final, True))
+    conda.build(FolderBuild(plan, load_trainer(), warm.environment, staged, final, True))
     env = conda.launch_environment(staged, {"PATH": "/usr/bin:/bin", "VIRTUAL_ENV": "/x", "A": "1\n2"})
     for program, said in (("labtool", "labtool 1.1\n"), ("python", "Python 3.11.2\n")):
         arguments = ["--version"] if program == "python" else []
@@ -227,16 +238,16 @@ def test_before_it_is_in_its_place_programs_are_run_by_its_own_interpreter(lab: 
     assert conda.command(final, "labtool") == [str(final / "bin" / "labtool")]
 
 
-def test_bytecode_is_compiled_with_the_places_path(lab: Lab, conda_channel: Channel) -> None:
-    lab.build(plan_of(conda_channel, compiled=True))
-    compiled = list((lab.folder / "env/lib/python3.11/site-packages").rglob("__pycache__/*.pyc"))
+def test_bytecode_is_compiled_with_the_places_path(warm: Lab, conda_channel: Channel) -> None:
+    warm.build(plan_of(conda_channel, compiled=True))
+    compiled = list((warm.folder / "env/lib/python3.11/site-packages").rglob("__pycache__/*.pyc"))
     assert compiled
     assert all(b".env.envbuild-" not in path.read_bytes() for path in compiled)
 
 
-def test_the_survey_names_the_file_that_is_not_as_locked(lab: Lab, conda_channel: Channel) -> None:
-    state = lab.build(plan_of(conda_channel))
-    place = lab.folder / "env"
+def test_the_survey_names_the_file_that_is_not_as_locked(warm: Lab, conda_channel: Channel) -> None:
+    state = warm.build(plan_of(conda_channel))
+    place = warm.folder / "env"
     packages = place / "lib/python3.11/site-packages"
     module, foreign, link = packages / "labtool.py", packages / "foreign.py", place / "share/labdata/default.conf"
     content, target = module.read_bytes(), link.readlink()
@@ -262,8 +273,8 @@ def test_the_survey_names_the_file_that_is_not_as_locked(lab: Lab, conda_channel
     assert as_built(state, surveyed(place))
 
 
-def test_what_pip_installs_or_removes_later_is_seen_quickly(lab: Lab, conda_channel: Channel) -> None:
-    state, place = lab.build(plan_of(conda_channel)), lab.folder / "env"
+def test_what_pip_installs_or_removes_later_is_seen_quickly(warm: Lab, conda_channel: Channel) -> None:
+    state, place = warm.build(plan_of(conda_channel)), warm.folder / "env"
     packages = place / "lib/python3.11/site-packages"
     (packages / "foreign-1.0.dist-info").mkdir()
     assert not conda.is_current(place, state)
@@ -287,15 +298,15 @@ def script_wheel(folder: Path) -> Path:
     )
 
 
-def test_wheels_are_added_beside_condas_packages(lab: Lab, conda_channel: Channel) -> None:
-    wheel = script_wheel(lab.folder / "wheels")
-    lab = replace(lab, pip=replace(lab.pip, find_links=(str(wheel.parent),)))
+def test_wheels_are_added_beside_condas_packages(warm: Lab, conda_channel: Channel) -> None:
+    wheel = script_wheel(warm.folder / "wheels")
+    warm = replace(warm, pip=replace(warm.pip, find_links=(str(wheel.parent),)))
     plan = plan_of(conda_channel, wheels=[wheel])
-    state, place = lab.build(plan), lab.folder / "env"
+    state, place = warm.build(plan), warm.folder / "env"
     assert ("tinytool", "1.0") in {(n, v) for n, v, _ in state.packages}
     assert as_built(state, surveyed(place)) and conda.is_current(place, state)
     assert run(place, "tinytool") == f"{place}\n"
-    assert state.digest == lab.build(plan, lab.folder / "second").digest
+    assert state.digest == warm.build(plan, warm.folder / "second").digest
 
 
 @pytest.mark.parametrize(
@@ -307,12 +318,12 @@ def test_wheels_are_added_beside_condas_packages(lab: Lab, conda_channel: Channe
     ],
 )
 def test_a_wheel_over_a_conda_package_is_refused(
-    lab: Lab, conda_channel: Channel, name: str, files: dict[str, bytes], said: str
+    warm: Lab, conda_channel: Channel, name: str, files: dict[str, bytes], said: str
 ) -> None:
-    wheel = make_wheel(lab.folder / "wheels", name, files=files)
-    lab = replace(lab, pip=replace(lab.pip, find_links=(str(wheel.parent),)))
+    wheel = make_wheel(warm.folder / "wheels", name, files=files)
+    warm = replace(warm, pip=replace(warm.pip, find_links=(str(wheel.parent),)))
     with pytest.raises(BuildError) as caught:
-        lab.build(plan_of(conda_channel, wheels=[wheel]))
+        warm.build(plan_of(conda_channel, wheels=[wheel]))
     assert said in caught.value.message and wheel.name in caught.value.message
 
 
@@ -574,45 +585,45 @@ def test_a_full_disk_is_said_and_the_old_environment_stays(
 
 
 @pytest.mark.parametrize("where", ["place", "store"])
-def test_a_read_only_disk_is_said(lab: Lab, conda_channel: Channel, where: str) -> None:
-    with small_disk(lab.folder / "disk", "8m") as disk:
-        place = lab.folder / "env"
-        staged = (disk if where == "place" else lab.folder) / "staged"
+def test_a_read_only_disk_is_said(warm: Lab, conda_channel: Channel, where: str) -> None:
+    with small_disk(warm.folder / "disk", "8m") as disk:
+        place = warm.folder / "env"
+        staged = (disk if where == "place" else warm.folder) / "staged"
         staged.mkdir()
         (disk / "store").mkdir()
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        chosen = replace(lab, store=disk / "store") if where == "store" else lab
+        chosen = replace(warm, store=disk / "store") if where == "store" else warm
         with pytest.raises(BuildError, match="Read-only file system") as caught:
             conda.build(FolderBuild(plan_of(conda_channel), load_trainer(), chosen.environment, staged, place, True))
         assert caught.value.hint
 
 
-def test_a_path_too_long_for_a_package_is_refused_before_anything_is_written(lab: Lab, conda_channel: Channel) -> None:
+def test_a_path_too_long_for_a_package_is_refused_before_anything_is_written(warm: Lab, conda_channel: Channel) -> None:
     plan = plan_of(conda_channel)
     longest = "/" + "p" * (len(PLACEHOLDER) - 1)
-    staged = lab.folder / "staged"
+    staged = warm.folder / "staged"
     staged.mkdir()
     with pytest.raises(BuildError) as caught:
-        conda.build(FolderBuild(plan, load_trainer(), lab.environment, staged, Path(longest + "x"), True))
+        conda.build(FolderBuild(plan, load_trainer(), warm.environment, staged, Path(longest + "x"), True))
     message = caught.value.message
     assert "256 bytes" in message and "at most 255" in message and "bin/python3.11" in message
     assert not list(staged.iterdir())
-    conda.build(FolderBuild(plan, load_trainer(), lab.environment, staged, Path(longest), True))
+    conda.build(FolderBuild(plan, load_trainer(), warm.environment, staged, Path(longest), True))
     assert longest.encode() in (staged / "bin/python3.11").read_bytes()
 
 
 def test_scripts_of_packages_are_not_run_but_said(
-    lab: Lab, conda_channel: Channel, capsys: pytest.CaptureFixture[str]
+    warm: Lab, conda_channel: Channel, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mirror = lab.folder / "mirror"
+    mirror = warm.folder / "mirror"
     shutil.copytree(conda_channel.folder, mirror, ignore=shutil.ignore_patterns("*torch*", "shards", "linux-aarch64"))
     with conda_package(mirror, Metadata("linky", "1.0", "0", "noarch", noarch="generic")) as package:
-        script = f"#!/bin/sh\ntouch {lab.folder}/ran\n".encode()
+        script = f"#!/bin/sh\ntouch {warm.folder}/ran\n".encode()
         package.file("bin/.linky-post-link.sh", script, executable=True)
         package.file("share/shared.txt", b"one\n")
     plan = plan_of(conda_channel, [mirror / "noarch" / "linky-1.0-0.conda"])
-    replace(lab, mirror=mirror.as_uri()).build(plan)
+    replace(warm, mirror=mirror.as_uri()).build(plan)
     assert "bin/.linky-post-link.sh" in capsys.readouterr().err
-    assert not (lab.folder / "ran").exists()
-    names = [record["name"] for record in read_records(lab.folder / "env")]
-    assert "linky" in names and json.loads((lab.folder / "env/envbuild.json").read_text())["packages"]
+    assert not (warm.folder / "ran").exists()
+    names = [record["name"] for record in read_records(warm.folder / "env")]
+    assert "linky" in names and json.loads((warm.folder / "env/envbuild.json").read_text())["packages"]
