@@ -13,10 +13,11 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -62,8 +63,11 @@ HERE = f"cpu-{host_arch()}"
 TOY = FolderArtifact("toy", "Build a toy.", "toy", sources=("package index",), imports=("rattler",))
 
 
-def build(wanted: FolderBuild) -> State:
-    """Unpack the wheels beside a link to Python; pyvenv.cfg is Python's own file for such a folder."""
+def build(wanted: FolderBuild, compiled: Path) -> State:
+    """Unpack the wheels beside a link to Python; pyvenv.cfg is Python's own file for such a folder.
+
+    Modules that the site-packages `compiled` have too get the bytecode there: to compile torch takes seconds.
+    """
     plan, environment, staged = wanted.plan, wanted.environment, wanted.staged
     python = provide_python(plan.python, environment, offline=wanted.offline)
     packages = site_packages(staged, plan.python)
@@ -74,6 +78,10 @@ def build(wanted: FolderBuild) -> State:
             for entry in archive.infolist():
                 if mode := entry.external_attr >> 16 & 0o777:
                     (packages / entry.filename).chmod(mode | 0o600)
+    known = [one for one in compiled.rglob("*.pyc") if (packages / _source(one).relative_to(compiled)).exists()]
+    for source in map(_source, known):
+        modified = source.stat().st_mtime  # bytecode names it
+        os.utime(packages / source.relative_to(compiled), (modified, modified))
     (staged / "bin").mkdir()
     (staged / "bin/python").symlink_to(python.path)
     (staged / "pyvenv.cfg").write_text(f"home = {Path(python.path).parent}\n")
@@ -82,7 +90,15 @@ def build(wanted: FolderBuild) -> State:
     (staged / FILE).write_text(state.render())
     manifest, files = write_manifest(staged, host.workers(environment.variables))
     seal(staged, manifest, files, environment.store)
+    for one in known:
+        copy = packages / one.relative_to(compiled)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(one, copy)
     return state
+
+
+def _source(bytecode: Path) -> Path:
+    return bytecode.parent.with_name(f"{bytecode.name.partition('.')[0]}.py")
 
 
 def is_current(path: Path, state: State, python: str | None = None) -> bool:
@@ -95,10 +111,17 @@ def command(path: Path, program: str, *arguments: str) -> list[str]:
 
 
 @pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]) -> FolderArtifact:
+def toy(
+    monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None], pt_cpu: dict[str, Any]
+) -> FolderArtifact:
     """A kind of environments: `envbuild/build/toy.py` and one entry."""
+    compiled = site_packages(Path(pt_cpu["path"]), "3.11")
     module = SimpleNamespace(
-        TITLE="toy", build=build, is_current=is_current, command=command, launch_environment=lambda _, env: dict(env)
+        TITLE="toy",
+        build=partial(build, compiled=compiled),
+        is_current=is_current,
+        command=command,
+        launch_environment=lambda _, env: dict(env),
     )
     monkeypatch.setitem(sys.modules, "envbuild.build.toy", module)  # type: ignore[arg-type]
     monkeypatch.setitem(kinds.ARTIFACTS, "toy", TOY)  # type: ignore[attr-defined]
