@@ -138,7 +138,10 @@ def report_import(made: ImportedRecipe) -> Iterator[str]:
         statement.text for statement in draft.carried if statement.kind in ("requirement", "pin", "conda", "conda-pin")
     ]
     if not packages:
-        yield "note: the sources name no package that the recipe can have: add `requirements`"
+        yield (
+            "note: the recipe has no package: name other files of the project with --from, its extras with --extra, or"
+            " add `requirements`"
+        )
     elif not any(re.match(r"(\S*::)?((py|lib)?torch|pytorch-(gpu|cpu))(?![\w.-])", text) for text in packages):
         yield (
             "note: the recipe does not name torch, and verification trains with it: add it, unless another package"

@@ -38,6 +38,7 @@ from envbuild.imports.statement import (
     Lose,
     Statement,
     always_on_linux,
+    builds_for,
     carried_as,
     for_linux,
     is_of_other_system,
@@ -174,6 +175,7 @@ def compose(
         elif statement.kind == "channel" and not is_conda:
             lose(statement, "no conda package is in the sources")
     python = python_version(kept, given, lose, preferred, wheels)
+    kept = dict.fromkeys(builds_for(python, kept, gone))
     lose_contradicting(kept, lose)
     pins = _pins(kept, python, targets, lose)
     named, limits = _merged(kept, "requirement"), _merged(kept, "constraint")

@@ -138,7 +138,7 @@ def _portable(kind: str, text: str, place: str, platform: str, foreign: str) -> 
     exact = re.fullmatch(r"([\w.-]+)=([^=\s]+)=([^=\s]+)", text.strip()) if foreign else None
     if foreign and _FOREIGN.fullmatch(re.split(r"[=\s<>]", text.strip())[0]):
         yield lost(text, place, OTHER_SYSTEM)
-    elif not exact or not re.search(r"h[0-9a-f]{7}", exact[3]) or exact[3].startswith("pyh"):
+    elif not exact or not re.search(r"h[0-9a-f]{7}|win(?:32|64)|osx", exact[3]) or exact[3].startswith("pyh"):
         yield conda_spec(kind, text, place, platform=platform)  # a build of all systems, or of each: py_0, mkl
     else:
         cuda = re.search(r"cuda_?\d[\d.]*|cu\d{3}", exact[3])

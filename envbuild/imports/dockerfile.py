@@ -28,11 +28,12 @@ from envbuild.recipe.targets import host_arch
 
 # Bases whose content a recipe can name: Python's version, and torch's; data/gpu_signs.toml reads their CUDA.
 _BASES = (
-    re.compile(r"(?:docker\.io/)?(?:library/)?python:(?P<python>3\.\d+)\S*"),
+    re.compile(r"(?:docker\.io/)?(?:library/)?python:(?P<python>3\.\d+(?:\.\d+)?)\S*"),
     re.compile(r"(?:docker\.io/)?pytorch/pytorch:(?P<torch>\d+\.\d+\.\d+)-cuda\d+\.\d\S*"),
     re.compile(r"(?:docker\.io/)?rocm/pytorch:\S*_py(?P<python>3\.\d+)_\S*"),
     re.compile(r"(?:docker\.io/)?nvidia/cuda:\d+\.\d\S*"),
 )
+_ARM = re.compile(r"--platform=linux/(?:arm64|aarch64)(?![\w/])|/l4t-|(?:^| )(?:arm64v8|dustynv)/")  # NVIDIA's Jetson
 # Python in the tag of another base, and in the paths of its packages.
 _TAG_PYTHON = re.compile(r"(?<![A-Za-z0-9])py(?:thon)?-?3\.?(\d{1,2})(?![\d])")
 _PATH_PYTHON = re.compile(r"/(?:usr/local|usr|opt/conda|opt/venv)/lib/python3\.(\d+)/(?:dist|site)-packages")
@@ -162,7 +163,8 @@ def _from(rest: str, place: str, stages: list[_Stage]) -> _Stage:
     above = _stage_of(image, stages)
     stage = _Stage(name, above)
     if above is None:
-        stage.statements += _base(image, place)
+        arm = [Statement("platform", "linux-aarch64", place)] if _ARM.search(rest) else []
+        stage.statements += [*_base(image, place), *arm]
     else:
         stage.env, stage.workdir = dict(above.env), above.workdir
         stage.files, stage.made = list(above.files), list(above.made)
@@ -263,13 +265,11 @@ def _values(text: str, variables: Mapping[str, str]) -> dict[str, str]:
 def _base(image: str, place: str) -> Iterator[Statement]:
     match = next((known for pattern in _BASES if (known := pattern.fullmatch(image))), None)
     about = match.groupdict() if match else {}
-    tag = image.partition("@")[0].rpartition(":")[2] if ":" in image else ""
-    if "python" not in about and (python := _TAG_PYTHON.search(tag)):
-        yield Statement("python", f"==3.{python[1]}.*", place)
-    if "python" in about:
-        yield Statement("python", f"=={about['python']}.*", place)
-        if match and match.re is _BASES[0]:
-            return
+    in_tag = _TAG_PYTHON.search(image.partition("@")[0].rpartition(":")[2] if ":" in image else "")
+    if python := about.get("python") or (in_tag and f"3.{in_tag[1]}"):
+        yield Statement("python", f"=={python}.*", place)
+    if match and match.re is _BASES[0]:
+        return
     if "torch" in about:
         yield Statement("requirement", f"torch=={about['torch']}", place)
     yield lost(f"FROM {image}", place, _REASONS["FROM"]) if match else Statement("base", image, place)

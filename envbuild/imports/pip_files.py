@@ -60,6 +60,10 @@ _AFTER_OPTIONS = "words after the options of a line: pip ignores them; a package
 _FILES = {"--requirement": "requirement", "--requirements": "requirement", "--constraint": "constraint"} | {
     "--constraints": "constraint"
 }
+# Programs of commands in prose: python -m venv venv.
+_PROGRAM = re.compile(
+    r"(?:\S*[/\\])?(?:(?:python|pip)[\d.]*(?:\.exe)?|conda|mamba|uv|poetry|sudo|source|export|apt(?:-get)?)"
+)
 _INDEXES = ("--index-url", "--extra-index-url", "--index", "--default-index")
 
 
@@ -108,8 +112,15 @@ def pip_line(
     if not requirement:
         yield from pip_words(_split(options[0]), place, find, kind, seen, is_file=True)
         return
+    if options and _PROGRAM.fullmatch(requirement.split()[0]):
+        yield lost(text, place, "a command of the shell, not a requirement")
+        return
     yield Statement(kind, _named(requirement.strip()), place)
     for option in re.split(r"\s+(?=--[a-z])", options[0]) if options else ():
+        name, _, value = option.replace("=", " ", 1).partition(" ")
+        if name in _INDEXES:  # pip refuses them here, but what is meant is plain
+            yield Statement("index", value.strip(), place)
+            continue
         yield lost(option, place, HASHES if option.startswith("--hash") else "an option of pip for one package")
 
 
@@ -135,6 +146,9 @@ def pip_words(
                 ignored.append(left.popleft())
             yield lost(" ".join(ignored), place, _AFTER_OPTIONS)
             continue
+        if not is_file and word in ("export", "source"):  # without ; before them
+            yield lost(" ".join((word, *left)), place, "a command of the shell, not a requirement")
+            return
         if not re.match(r"-[-\w]", word):
             is_apart = alone and "==" in word and not re.match(r"torch(?![\w-])", word)
             yield Statement(kind, _named(word), place, reason=_APART if is_apart else "")
@@ -391,7 +405,7 @@ def _of_setup(path: Path, text: str) -> Iterator[Statement]:
             yield from _added_extras(value, tree, values, str(path), computed)
         elif name in _LISTS:
             yield from _requirements(value, values, str(path), name, _LISTS[name], computed)
-    if "install_requires" in text and "install_requires" not in dict(given):
+    if re.search(r"^[^#\n]{,300}\binstall_requires", text, re.MULTILINE) and "install_requires" not in dict(given):
         yield lost("install_requires", str(path), computed)
 
 

@@ -22,6 +22,7 @@ from envbuild.imports.pip_files import beside, pip_line, poetry_python, poetry_r
 from envbuild.imports.signs import gpu_signs
 from envbuild.imports.statement import (
     BOUND,
+    COMMENT,
     EXCLUDED,
     INDEX,
     OTHER_SYSTEM,
@@ -65,6 +66,11 @@ _INDEXES = (
     ("tool", "poetry", "source"),
     ("tool", "pdm", "source"),
     ("tool", "rye", "sources"),
+)
+_DESCRIPTIONS: tuple[tuple[str, ...], ...] = (
+    ("project", "description"),
+    ("project", "keywords"),
+    ("tool", "poetry", "description"),
 )
 _UV_INDEXES = ("index-url", "extra-index-url")
 # Settings that change what uv resolves to, or builds.
@@ -178,6 +184,11 @@ def _unread(document: Document) -> Iterator[Statement]:
     settings: list[tuple[str, ...]] = [("project", "classifiers")]
     for name in table_at(data, "tool"):
         settings += [] if name in checkers else _leaves(data, ("tool", name))
+    for keys in _DESCRIPTIONS:
+        value = value_at(data, *keys)
+        words = " ".join(map(str, value)) if isinstance(value, list) else str(value or "")
+        comment = Statement("comment", f"{keys[-1]} = {words}", document.where(*keys), reason=COMMENT)
+        yield from [comment] if gpu_signs([comment]) else []
     for keys in settings:
         is_hatch = keys[:3] == _HATCH and not {*_HATCH_KEYS, *_HATCH_SETTINGS}.isdisjoint(keys[4:])
         if is_hatch or any(keys[: len(read)] == read for read in _READ):

@@ -83,7 +83,7 @@ class GpuSign:
     @property
     def title(self) -> str:
         """The family and its version: CUDA 12.6. An extra called gpu is for any GPU."""
-        if self.any_gpu and not self.name:
+        if self.any_gpu and (not self.name or self.statement.kind in ("comment", "name")):
             return "GPUs"
         return f"{ACCELERATORS[self.family].title if self.known else self.family} {self.version}".strip()
 

@@ -353,7 +353,7 @@ def python_version(
         accepted = fitting or accepted
     if any(python in _OLD for known in _of_files([*kept, *replaced]).values() for python in known.values()):
         accepted = sorted(accepted, key=PYTHONS.index)
-    for fits in (_has_files([*given, *replaced]), _has_wheels(kept)):
+    for fits in (_has_files([*given, *replaced]), _has_builds(kept), _has_wheels(kept)):
         accepted = [python for python in accepted if fits(python)] or accepted
     chosen = preferred if preferred in accepted else accepted[0]
     for known in _of_files([*kept, *replaced]).values():
@@ -362,6 +362,22 @@ def python_version(
     for statement in old:
         lose(statement, f"envbuild has Python {PYTHONS[0]} to {PYTHONS[-1]}: the recipe has {chosen}")
     return chosen
+
+
+_BUILT = re.compile(r"((?:\S+::)?[\w.-]+)(?:=| +)([^=\s]+)(?:=| +)(?:[\w.]*_)?py(?:thon)?(3)\.?(\d+)(?![\d.])[\w.]*")
+
+
+def builds_for(python: str, kept: Iterable[Statement], gone: list[Statement]) -> Iterator[Statement]:
+    """Yield the statements `kept`; match specs lose the builds for other Pythons, which are added to `gone`."""
+    for statement in kept:
+        match = _BUILT.fullmatch(statement.text) if statement.kind in ("conda", "conda-pin") else None
+        if match is None or f"{match[3]}.{match[4]}" == python:
+            yield statement
+            continue
+        spec = f"{match[1]}={match[2]}"
+        reason = f"its build is for Python {match[3]}.{match[4]}, and the recipe has {python}: carried as {spec}"
+        gone.append(replace(statement, reason=reason))
+        yield replace(statement, text=spec)
 
 
 def lose_contradicting(kept: Collection[Statement], lose: Lose) -> None:
@@ -417,6 +433,13 @@ def _has_files(given: Iterable[Statement]) -> Callable[[str], bool]:
     return lambda python: all(python in known for known in versions)
 
 
+def _has_builds(kept: Iterable[Statement]) -> Callable[[str], bool]:
+    """Return whether conda's packages with builds for a Python have one for it."""
+    matches = (_BUILT.fullmatch(statement.text) for statement in kept if statement.kind in ("conda", "conda-pin"))
+    versions = {f"{match[3]}.{match[4]}" for match in matches if match}
+    return lambda python: not versions or python in versions
+
+
 def _has_wheels(kept: Iterable[Statement]) -> Callable[[str], bool]:
     """Return whether the versions that the statements accept install with a Python, by data/wheels.toml.
 
@@ -442,20 +465,17 @@ def _has_wheels(kept: Iterable[Statement]) -> Callable[[str], bool]:
         if torch and not newest and name in ("torchvision", "torchaudio")
     ]
 
-    def fits(python: str) -> bool:
-        for name, marker, newest, oldest in limits:
-            if not for_linux(marker, linux_places(pythons=[python])):
-                continue
-            known = first.get(name)
-            if known and newest and python != PYTHONS[0] and Version(known.get(python, "9999")) > newest:
-                return False
-            # A release that a Python does not install any more is none for older Pythons either.
-            later = [end for other, end in ends.get(name, {}).items() if PYTHONS.index(other) >= PYTHONS.index(python)]
-            if oldest and any(oldest >= Version(end) for end in later):
-                return False
-        return True
+    def fits(python: str, name: str, marker: str, newest: Version | None, oldest: Version | None) -> bool:
+        if not for_linux(marker, linux_places(pythons=[python])):
+            return True
+        if name in first and newest and (python not in first[name] or Version(first[name][python]) > newest):
+            return False
+        # A release that a Python does not install any more is none for older Pythons either.
+        later = [end for other, end in ends.get(name, {}).items() if PYTHONS.index(other) >= PYTHONS.index(python)]
+        return oldest is None or all(oldest < Version(end) for end in later)
 
-    return fits
+    possible = [limit for limit in limits if any(fits(python, *limit) for python in PYTHONS)]
+    return lambda python: all(fits(python, *limit) for limit in possible)
 
 
 def _with_torch(name: str, torch: Version) -> Version:

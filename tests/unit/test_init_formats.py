@@ -580,6 +580,7 @@ def test_each_clause_of_condas_python_counts(tmp_path: Path, spec: str, python: 
         ("Pipfile", '[packages]\nnumpy = "*"\n[requires]\npython_version = "3.10.4"\n'),
         ("pyproject.toml", '[tool.poetry]\nname = "a"\n[tool.poetry.dependencies]\npython = "3.10.4"\n'),
         ("pixi.toml", '[dependencies]\npython = "3.10.4"\n'),
+        ("Dockerfile", "FROM python:3.10.4-slim-buster\nRUN pip install rich\n"),
     ],
 )
 def test_a_patch_release_of_python_is_listed(tmp_path: Path, name: str, text: str) -> None:

@@ -264,13 +264,28 @@ def test_a_sign_ends_in_an_accelerator_that_pytorch_publishes(tmp_path: Path, te
             "--target cu129-x86_64",
         ),
         ("gpu/Pipfile", '[packages]\nrich = "*"\n', "file name: gpu/Pipfile (CUDA)"),
+        ("pyproject.toml", '[project]\nname = "simulator-gpu"\n', "simulator-gpu (GPUs)"),
+        ("environment.yml", "name: brian_cuda\ndependencies: [numpy]\n", "brian_cuda (CUDA)"),
+        ("pyproject.toml", '[project]\nname = "a"\ndescription = "v4 for GPUs"\n', "description = v4 for GPUs (GPUs)"),
+        ("requirements.txt", "# a consumer Radeon sees the GPU\nrich\n", "sees the GPU (GPUs)"),
+        ("Dockerfile", "FROM nvcr.io/nvidia/l4t-ml:r36.2.0-py3\n", "such as cu130-aarch64"),
+        ("Dockerfile", "FROM --platform=linux/arm64 nvidia/cuda:12.6.0-base-ubuntu22.04\n", "FROM nvidia/cuda:12.6.0"),
         ("pyproject-rocm.toml", '[project]\nname = "a"\n', "file name: pyproject-rocm.toml (ROCm)"),
     ],
 )
 def test_signs_in_unusual_places_are_named_with_their_version(tmp_path: Path, name: str, text: str, named: str) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
-    draft, _ = imported(tmp_path, name, text)
-    assert named in draft.warning
+    draft, recipe = imported(tmp_path, name, text)
+    if "arm64" in text:
+        assert list(recipe.targets) == ["cu126-aarch64"]
+    else:
+        assert named in draft.warning
+
+
+@pytest.mark.parametrize("name", ["no-gpu", "non-cuda", "gpustat-web", "cudart"])
+def test_names_that_are_no_sign(tmp_path: Path, name: str) -> None:
+    draft, _ = imported(tmp_path, "pyproject.toml", f'[project]\nname = "{name}"\n')
+    assert not draft.warning
 
 
 def test_an_address_for_a_cuda_chooses_the_target(tmp_path: Path) -> None:

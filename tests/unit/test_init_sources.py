@@ -268,6 +268,31 @@ def test_poetrys_markers_of_extras_need_no_blanks(tmp_path: Path) -> None:
     assert "--extra cuda" in reason(draft, "torch==2.3.0+cu121") and "--extra cuda" in draft.warning
 
 
+def test_prose_in_a_requirements_file_is_no_package(tmp_path: Path) -> None:
+    text = "python -m venv venv\nC:\\\\P\\\\python.exe -m pip install --upgrade pip\npip3 install rich --index-url https://a.example/\n"
+    text += "rich --extra-index-url https://a.example/simple\n"
+    draft, recipe = imported(tmp_path, "requirements.txt", text)
+    (table,) = recipe.targets.values()
+    assert recipe.requirements == ("rich",) and "https://a.example/simple" in table.indexes
+    assert reason(draft, "python -m venv venv") == "a command of the shell, not a requirement"
+    draft, recipe = imported(tmp_path, "Dockerfile", 'FROM python:3.11\nRUN pip install rich export "A=b"\n')
+    assert recipe.requirements == ("rich",) and "of the shell" in reason(draft, "export A=b")
+
+
+def test_builds_of_conda_tell_the_python_and_those_for_another_go(tmp_path: Path) -> None:
+    _, recipe = imported(tmp_path, "environment.yml", "dependencies: [numpy=2.2.6=py312h1_0, blas=1.0=mkl]\n")
+    assert recipe.python == "3.12" and "numpy=2.2.6=py312h1_0" in recipe.conda.dependencies
+    text = "dependencies: [python=3.8.5, jedi=0.17=py38_0, click=7=py_0, vc=14=h0123456_1, libblas=3.9=12_win64_mkl]\n"
+    draft, recipe = imported(tmp_path, "environment.yml", text)
+    assert recipe.python == "3.9" and recipe.conda.dependencies == ("jedi=0.17", "click=7=py_0", "libblas=3.9")
+    assert reason(draft, "jedi").startswith("its build is for Python 3.8, and the recipe has 3.9")
+
+
+def test_a_comment_in_a_setup_py_computes_nothing(tmp_path: Path) -> None:
+    draft, _ = imported(tmp_path, "setup.py", "setup(\n    name='a',\n    # install_requires=requirements,\n)\n")
+    assert not draft.lost
+
+
 def test_the_local_version_of_a_range_is_named(tmp_path: Path) -> None:
     text = '[tool.poetry]\nname = "a"\n[tool.poetry.dependencies]\ntorch = "^2.1.2+cu121"\n'
     draft, _ = imported(tmp_path, "pyproject.toml", text)
