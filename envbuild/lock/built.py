@@ -206,8 +206,11 @@ class UvCompile:
         title = f"{name} {newest.version}"
         if pythons:
             return f"{title} has wheels for Python {', '.join(pythons)}: set `python` in the recipe"
-        if any(file.tags for file in newest.files):
+        arch = self.platform.partition("-manylinux")[0]
+        if any(newest.fits(python, f"{arch}-manylinux_2_99") for python in PYTHONS):
             return f"{title} has no wheel for {self.platform}: set `glibc` in the target, or take another release"
+        if any(file.tags for file in newest.files):
+            return f"{title} has no wheel for Python {PYTHONS[0]} to {PYTHONS[-1]} on {arch}: take another release"
         return f'{title} has no wheel: let envbuild build it, with `build = ["{name}"]` in the recipe'
 
 

@@ -256,6 +256,22 @@ def test_an_index_that_was_left_out_is_named_for_what_it_would_serve(
     assert "index in the note" not in hint(stderr, of_target=of_target, unreached=False)
 
 
+@pytest.mark.parametrize(
+    ("wheel", "said"),
+    [
+        (
+            "demo-1.0-cp37-cp37m-manylinux1_x86_64.whl",
+            "demo 1.0 has no wheel for Python 3.9 to 3.15 on x86_64: take another",
+        ),
+        ("demo-1.0-cp311-cp311-win_amd64.whl", "demo 1.0 has no wheel for Python 3.9 to 3.15 on x86_64: take another"),
+        ("demo-1.0-cp311-cp311-manylinux_2_39_x86_64.whl", "set `glibc` in the target"),
+    ],
+)
+def test_glibc_is_advised_where_it_helps(wheel: str, said: str) -> None:
+    uv = UvCompile(Path(), offers(demo=links(wheel)), PYTHON, PLATFORM)
+    assert said in uv.hint(NO_WHEEL, requirements=("demo==1.0",), of_target=(), command="r", unreached=False)
+
+
 def test_what_has_no_wheel_is_read_from_uv() -> None:
     assert without_wheel(OF_DEPENDENCY) == "inner>=1.0,<=1.4"
     assert without_wheel(NO_WHEEL) == "demo==1.0" and without_wheel(CONFLICT) is None
