@@ -88,7 +88,7 @@ def test_what_was_not_measured_is_left_out(changes: dict[str, Any], lost: str) -
 def test_the_record_is_bounded_for_each_series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "KEPT", 3)
     store = Store(tmp_path)
-    record(store, receipt(0, target="cu126-x86_64"))
+    record(store, receipt(9, target="cu126-x86_64"))
     with ThreadPoolExecutor(4) as pool:  # builds at one time lose no row
         list(pool.map(lambda second: record(store, receipt(second)), range(3)))
     assert len(recorded(store, "pt_cpu")) == 4
