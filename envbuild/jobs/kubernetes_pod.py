@@ -544,9 +544,12 @@ def run(plan: JobPlan) -> list[str]:
     if not plan.site.kubernetes.claim:
         return ['exec "$@"']
     return [
+        # Before the child starts: a signal in between would end this shell alone.
+        "child='' told=''",
+        'trap \'told=yes; [ -z "$child" ] || kill "$child"\' TERM',
         '"$@" &',
         "child=$!",
-        "trap 'kill \"$child\"' TERM",
+        '[ -z "$told" ] || kill "$child"',
         'code=0; wait "$child" || code=$?',
         # A signal ends wait, not the child.
         'while kill -0 "$child" 2> /dev/null; do code=0; wait "$child" || code=$?; done',

@@ -499,6 +499,7 @@ def test_a_node_whose_container_starts_after_the_signal_ends_too(tmp_path: Path)
 def test_the_schedulers_own_sigterm_reaches_the_training_by_itself(tmp_path: Path) -> None:
     node = _start(tmp_path, exit_codes=True)
     _until(tmp_path / "log", "begun")
+    time.sleep(0.5)  # the training may begin before its launcher knows its process
     os.killpg(node.pid, signal.SIGTERM)
     assert node.wait(20) == 0
     assert (tmp_path / "log").read_text() == "begun\ntold\n"
