@@ -80,6 +80,10 @@ _NAMED_ONLY = re.compile(
     r"pyproject[.-].{1,255}\.toml$|requirements?(?![A-Za-z]).{,255}\.(?:txt|in)$"
     r"|(?<![a-z])environment(?![A-Za-z]).{,255}\.ya?ml$"
 )
+# Folders of a project that have files for its images and environments.
+_FOLDERS = re.compile(
+    r"\.?(?:docker(?:files?)?|containers?|devcontainer|envs?|environments?|requirements|reqs|conda|install|deploy)"
+)
 # Folders whose files are for GPUs: gpu/Pipfile, docker/cuda-12.1/Dockerfile.
 _GPU_FOLDER = re.compile(r"(?:gpu|cuda|rocm)[\d._-]*")
 # The folder of a new recipe.
@@ -130,9 +134,12 @@ def _read_folder(path: Path, groups: Collection[str], recipe: Path) -> Iterator[
         hints = [f"{name}: {_hint(name)}" for name in present if _hint(name)]
         known = f"known: {', '.join(FORMATS)}; name the file"
         raise UsageError(f"{path}: contains no file of a known format", "; ".join(hints) or known)
+    read: set[str] = set()
     for name in names:
         try:
-            yield from list(_read_file(path / name, groups))
+            statements = list(_read_file(path / name, groups))
+            read |= {os.path.abspath(statement.place.partition(":")[0]) for statement in statements}
+            yield from statements
         except UsageError as error:  # an old lock beside the project's own file, or a file that is no text
             if len(names) == 1 or name in _OWN_FILES or (name in _LOCKS and "pyproject.toml" not in names):
                 raise
@@ -144,14 +151,25 @@ def _read_folder(path: Path, groups: Collection[str], recipe: Path) -> Iterator[
         if re.search(holds, text, re.MULTILINE):
             yield lost(name, str(path / name), _hint(name))
             yield from _signs_in(path / name, text, UNREAD_LINE)
-    for name in present:
-        if _NAMED_ONLY.search(name) and name not in names:
-            yield lost(name, str(path / name), UNUSUAL_FILE)
-            yield from _signs_in(path / name, text_of(path / name), UNUSUAL_FILE)
+    unusual = [path / name for name in present if _NAMED_ONLY.search(name) and name not in names]
+    for file in (*unusual, *_below(path)):
+        if os.path.abspath(file) not in read:  # a Dockerfile may have copied it
+            yield lost(os.path.relpath(file, path), str(file), UNUSUAL_FILE)
+            yield from _signs_in(file, text_of(file), UNUSUAL_FILE)
     if "pyproject.toml" in names and builds_package(path / "pyproject.toml"):
         problem = _project_problem(path)
         own = Statement("project", os.path.relpath(path, recipe), str(path / "pyproject.toml"), reason=problem)
         yield own if not problem else replace(own, kind="lost")
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """Yield the files of known formats in the folders below `folder` where projects have those for images and hosts."""
+    for place, folders, names in os.walk(folder):
+        depth = len(Path(place).relative_to(folder).parts)
+        folders[:] = sorted(name for name in folders if depth == 1 or (depth == 0 and _FOLDERS.fullmatch(name)))
+        for name in sorted(names) if depth else ():
+            if _format(name) and (_NAMED_ONLY.search(name) or not name.endswith((".txt", ".in", ".yml", ".yaml"))):
+                yield Path(place, name)
 
 
 def _project_problem(folder: Path) -> str:

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from envbuild.base.masking import is_secret, masked_text
 from envbuild.base.text import normalise
 from envbuild.base.toml import nearest
-from envbuild.imports.conda_files import conda_problem, default_channels, torch_of_images
+from envbuild.imports.conda_files import conda_problem, default_channels, torch_of_images, with_python
 from envbuild.imports.signs import (
     ELSEWHERE,
     elsewhere_note,
@@ -234,7 +234,10 @@ def compose(
         exclude_newer=next(iter(of("age")), ""),
     )
     if is_conda:
-        channels = [url for text in of("channel") for url in (_DEFAULTS if text == "defaults" else (text,))]
+        added = list(with_python([statement for statement in kept if statement.kind == "channel"]))
+        gone += added
+        named_channels = [*of("channel"), *(channel.text for channel in added)]
+        channels = [url for text in named_channels for url in (_DEFAULTS if text == "defaults" else (text,))]
         conda = {"channels": channels or default_channels(of(*_CONDA)), "dependencies": of(*_CONDA) or ["python"]}
         data |= {"environment": "conda", "conda": conda | _filled(requirements=common)}
     for statement in [statement for statement in kept if statement.kind == "project"]:

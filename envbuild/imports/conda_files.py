@@ -7,7 +7,7 @@ format, version 1; pixi.sh, "Manifest" and "Lock file", version 6.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,12 +133,16 @@ def _system_of(data: Mapping[str, Any]) -> str:
     return "macOS" if prefix.startswith(("/Users/", "/opt/homebrew/")) or "appnope" in names else ""
 
 
+# Builds of a platform: with a hash, or of PyTorch's channel, whose builds for Linux have cuDNN's whole version.
+_PLATFORM_BUILD = re.compile(r"h[0-9a-f]{7}|win(?:32|64)|osx|_cudnn\d+_\d+$|^py3\.\d+_\d+$")
+
+
 def _portable(kind: str, text: str, place: str, platform: str, foreign: str) -> Iterator[Statement]:
     """Yield a match spec; of one that was exported on a `foreign` system, the build is left out, which Linux lacks."""
     exact = re.fullmatch(r"([\w.-]+)=([^=\s]+)=([^=\s]+)", text.strip()) if foreign else None
     if foreign and _FOREIGN.fullmatch(re.split(r"[=\s<>]", text.strip())[0]):
         yield lost(text, place, OTHER_SYSTEM)
-    elif not exact or not re.search(r"h[0-9a-f]{7}|win(?:32|64)|osx", exact[3]) or exact[3].startswith("pyh"):
+    elif not exact or not _PLATFORM_BUILD.search(exact[3]) or exact[3].startswith("pyh"):
         yield conda_spec(kind, text, place, platform=platform)  # a build of all systems, or of each: py_0, mkl
     else:
         cuda = re.search(r"cuda_?\d[\d.]*|cu\d{3}", exact[3])
@@ -479,6 +483,20 @@ def default_channels(specs: Iterable[str]) -> list[str]:
     """Return the channels for specs whose sources name none: builds such as py3.8_cuda11.3_cudnn8 are PyTorch's own."""
     is_of_pytorch = any(re.search(r"py3\.\d+_(?:cuda[\d.]+_cudnn|cpu_)", spec) for spec in specs)
     return ["pytorch", "conda-forge"] if is_of_pytorch else ["conda-forge"]
+
+
+# Channels that add packages to others, and have no Python.
+_ADDITIONAL = re.compile(
+    r"(?:https://conda\.anaconda\.org/)?(?:pytorch(?:-\w+|3d)?|nvidia(?:/label/\S+)?|rapidsai(?:-nightly)?|bioconda|pyg"
+    r"|dglteam(?:/\S+)?|fastai|huggingface|xformers|simpleitk|fvcore|iopath)/?"
+)
+
+
+def with_python(channels: Sequence[Statement]) -> Iterator[Statement]:
+    """Yield conda-forge if none of `channels` has a Python; conda adds its default channels to those of a file."""
+    if channels and all(_ADDITIONAL.fullmatch(channel.text) for channel in channels):
+        reason = "added: the named channels have no Python, and conda would add its default channels"
+        yield Statement("channel", "conda-forge", channels[-1].place, reason=reason)
 
 
 def torch_of_images(kept: Iterable[Statement], given: Iterable[Statement]) -> list[Statement]:

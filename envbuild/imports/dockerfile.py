@@ -23,7 +23,7 @@ from envbuild.image.model import GOARCH
 from envbuild.imports.conda_files import conda_words
 from envbuild.imports.pip_files import Find, last_installed, pip_words
 from envbuild.imports.pyproject import read_pyproject
-from envbuild.imports.statement import BRANCH, NOT_IN_IMAGE, NOT_TAKEN, Statement, lost, text_of, variable
+from envbuild.imports.statement import BOUND, BRANCH, NOT_IN_IMAGE, NOT_TAKEN, Statement, lost, text_of, variable
 from envbuild.recipe.targets import host_arch
 
 # Bases whose content a recipe can name: Python's version, and torch's; data/gpu_signs.toml reads their CUDA.
@@ -468,7 +468,7 @@ def _own_requirements(statement: Statement, find: Find) -> Iterator[Statement]:
             return
         extras = {normalise(extra) for extra in (match[2] or "").split(",") if extra.strip()}
         for declared in read_pyproject(path):
-            if declared.kind in ("requirement", "python"):
+            if declared.kind in ("requirement", "python", "index") or declared.reason == BOUND:
                 is_chosen = not extras.isdisjoint(map(normalise, declared.group.split()))
                 yield replace(declared, group="") if is_chosen else declared
     except UsageError as error:

@@ -318,6 +318,19 @@ def test_triton_of_an_index_that_is_left_out_is_no_requirement(tmp_path: Path) -
     assert draft.data["requirements"] == ["attrs"] and "Intel XPU" in draft.warning
 
 
+def test_the_sources_of_a_copied_pyproject_are_carried(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.cuda12.toml").write_text(
+        '[project]\nname = "a"\ndependencies = ["torch"]\n[tool.uv.sources]\ntorch = [{ index = "pytorch-cu121" }]\n'
+        '[[tool.uv.index]]\nname = "pytorch-cu121"\nurl = "https://download.pytorch.org/whl/cu121"\nexplicit = true\n'
+    )
+    (tmp_path / "Dockerfile").write_text(
+        "FROM nvidia/cuda:12.6.1-base-ubuntu22.04\nWORKDIR /app\nCOPY pyproject.cuda12.toml pyproject.toml\n"
+        "RUN uv pip install --system .\n"
+    )
+    draft, recipe = draft_of(tmp_path / "Dockerfile", target=None)
+    assert list(recipe.targets) == ["cu121-x86_64"] and any("pytorch-cu121" in line.text for line in draft.lost)
+
+
 def test_values_of_condas_options_are_no_packages(tmp_path: Path) -> None:
     (tmp_path / "Dockerfile").write_text(
         "FROM pytorch/pytorch:2.2.0-cuda12.1-cudnn8-runtime\n"
@@ -326,7 +339,7 @@ def test_values_of_condas_options_are_no_packages(tmp_path: Path) -> None:
     )
     draft, _ = draft_of(tmp_path / "Dockerfile", target=None)
     assert draft.data["conda"]["dependencies"] == ["pytorch", "pytorch-cuda=12.1"]
-    assert draft.data["conda"]["channels"] == ["nvidia"] and "requirements" not in draft.data["conda"]
+    assert draft.data["conda"]["channels"] == ["nvidia", "conda-forge"] and "requirements" not in draft.data["conda"]
     lost = {line.text: line.reason for line in draft.lost}
     assert {"--revision 0", "--rev 3", "--clone x", "--strange 7", "torch==2.2.0"} <= {*lost}
     assert "does not know" in lost["--strange 7"]

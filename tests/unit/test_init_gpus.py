@@ -270,6 +270,9 @@ def test_a_sign_ends_in_an_accelerator_that_pytorch_publishes(tmp_path: Path, te
         ("requirements.txt", "# a consumer Radeon sees the GPU\nrich\n", "sees the GPU (GPUs)"),
         ("Dockerfile", "FROM nvcr.io/nvidia/l4t-ml:r36.2.0-py3\n", "such as cu130-aarch64"),
         ("Dockerfile", "FROM --platform=linux/arm64 nvidia/cuda:12.6.0-base-ubuntu22.04\n", "FROM nvidia/cuda:12.6.0"),
+        ("requirements-cuda12.txt", "rich\n", "file name: requirements-cuda12.txt (CUDA)"),
+        ("Dockerfile", "FROM python:3.11\nENV ONEAPI_DEVICE_SELECTOR=gpu\n", "envbuild has no target for Intel XPU"),
+        ("requirements.txt", "# Install Intel GPU dependencies\nrich\n", "dependencies (Intel XPU)"),
         ("pyproject-rocm.toml", '[project]\nname = "a"\n', "file name: pyproject-rocm.toml (ROCm)"),
     ],
 )

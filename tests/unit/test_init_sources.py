@@ -293,6 +293,43 @@ def test_a_comment_in_a_setup_py_computes_nothing(tmp_path: Path) -> None:
     assert not draft.lost
 
 
+def test_a_channel_with_a_python_is_added_and_named(tmp_path: Path) -> None:
+    text = "channels: [pytorch, nvidia]\ndependencies: [pytorch, numpy]\n"
+    draft, recipe = imported(tmp_path, "environment.yml", text)
+    assert recipe.conda.channels == ("pytorch", "nvidia", "conda-forge")
+    assert reason(draft, "conda-forge").startswith("added: the named channels have no Python")
+    for channels in ("[pytorch, conda-forge]", "[pytorch, defaults]", "[own]", "['https://a.example/own']"):
+        draft, recipe = imported(tmp_path, "environment.yml", text.replace("[pytorch, nvidia]", channels))
+        assert not any(statement.text == "conda-forge" for statement in draft.lost)
+
+
+def test_files_for_gpus_in_folders_of_a_project_are_named(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("rich\n")
+    for name, text in (
+        ("docker/cuda/Dockerfile", "FROM nvidia/cuda:12.4.1-base-ubuntu22.04\n"),
+        ("envs/environment-gpu.yml", "dependencies: [cudatoolkit=11.3]\n"),
+        ("docs/requirements-gpu.txt", "cupy-cuda12x\n"),
+        ("docker/notes.txt", "CUDA\n"),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    draft, _ = draft_of(tmp_path, target=None)
+    named = {statement.text for statement in draft.lost}
+    assert {"docker/cuda/Dockerfile", "envs/environment-gpu.yml"} <= named
+    assert not any("notes" in text or "docs" in text for text in named)
+    assert "nvidia/cuda:12.4.1" in draft.warning and "cudatoolkit=11.3" in draft.warning
+
+
+def test_a_file_that_a_dockerfile_copies_is_not_called_left_out(tmp_path: Path) -> None:
+    (tmp_path / "requirements-gpu.txt").write_text("rich\n")
+    (tmp_path / "Dockerfile").write_text(
+        "FROM python:3.11\nWORKDIR /a\nCOPY requirements-gpu.txt .\nRUN pip install -r requirements-gpu.txt\n"
+    )
+    draft, recipe = draft_of(tmp_path, target=None)
+    assert recipe.requirements == ("rich",)
+    assert not any("leaves it out" in statement.reason for statement in draft.lost)
+
+
 def test_the_local_version_of_a_range_is_named(tmp_path: Path) -> None:
     text = '[tool.poetry]\nname = "a"\n[tool.poetry.dependencies]\ntorch = "^2.1.2+cu121"\n'
     draft, _ = imported(tmp_path, "pyproject.toml", text)

@@ -150,7 +150,7 @@ dependencies: !packages
 platforms: linux-64
 """)
     draft, recipe = draft_of(tmp_path / "environment.yml")
-    assert recipe.conda.channels == ("bioconda",) and recipe.image.env == {"A": "1"}
+    assert recipe.conda.channels == ("bioconda", "conda-forge") and recipe.image.env == {"A": "1"}
     assert recipe.conda.dependencies == ("tqdm",) and recipe.conda.requirements == ("rich",)
     lost = {entry.text.partition(":")[0]: (entry.place.rpartition(":")[2], entry.reason) for entry in draft.lost}
     assert lost["{'pip'"] == ("3", "not a string") and lost["platforms"] == ("7", "not a list")
@@ -459,7 +459,7 @@ def test_an_environment_that_was_exported_on_windows(tmp_path: Path) -> None:
     assert recipe.conda.dependencies[:3] == (
         "numpy=1.26.4",
         "tqdm=4.65.0=pyhd8ed1ab_0",
-        "pytorch=2.1.2=py3.11_cuda12.1_cudnn8_0",
+        "pytorch=2.1.2=*cuda12.1*",
     )
     assert list(recipe.targets) == ["cu121-x86_64"] and recipe.python == "3.11"
     reasons = {one.text: one.reason for one in draft.lost}
