@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from typing import Any
 
 from envbuild.base.errors import LockError
@@ -75,6 +76,19 @@ def check_locks(work: Iterable[tuple[LoadedRecipe, Target]], parts: Collection[s
             for word, parts in missing.items()
         ]
         raise LockError("\n".join(faults), f"make them with `{' && '.join(commands)}` and commit the result")
+
+
+def locked_names(recipes: Iterable[LoadedRecipe]) -> dict[str, list[str]]:
+    """Return digest → "RECIPE TARGET LOCK" of each lock with it, for the current locks of packages of `recipes`."""
+    names: dict[str, list[str]] = {}
+    for loaded in recipes:
+        for name in loaded.recipe.targets:
+            for kind in needed_locks(loaded, loaded.target(name)[0], ("wheels", "conda")):
+                with suppress(LockError):
+                    state = kind.inspect()
+                    if state.lock is not None and state.fault is None:
+                        names.setdefault(state.lock.digest, []).append(f"{loaded.recipe.name} {name} {kind.label}")
+    return names
 
 
 def changed_locks(before: LoadedRecipe, after: LoadedRecipe) -> list[LockKind[Any]]:

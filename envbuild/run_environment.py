@@ -30,8 +30,8 @@ def load_environment(variables: Mapping[str, str] | None = None) -> Environment:
 def with_tmpdir(environment: Environment, *, offline: bool = True) -> Iterator[Environment]:
     """Yield `environment` with a new TMPDIR for the children of this run; remove it, and those of killed runs.
 
-    The run is registered in the store, so that the files that it uses are not removed meanwhile. Without `offline`, the
-    store has the site's cache, whose transfers end with the run.
+    The run is registered in the store, so that the files that it uses are not removed meanwhile. The store has the
+    site's vault and cache, whose transfers end with the run; if `offline`, only a vault in a folder.
 
     TMPDIR is in the system's temporary folder, because the store may be on a network file system. Its path is short,
     because programs create sockets in it, whose paths have at most 107 bytes (unix(7)). Raises HostError.
@@ -58,7 +58,7 @@ def with_tmpdir(environment: Environment, *, offline: bool = True) -> Iterator[E
         yield replace(
             environment,
             variables={**environment.variables, "TMPDIR": str(folder)},
-            store=store if offline else _with_cache(environment, stack),
+            store=_with_remotes(environment, stack, offline=offline),
         )
     if site.limits.store_bytes:
         from envbuild.store.usage import limit  # most sites have no limit
@@ -66,14 +66,19 @@ def with_tmpdir(environment: Environment, *, offline: bool = True) -> Iterator[E
         limit(store, site.limits.store_bytes)
 
 
-def _with_cache(environment: Environment, stack: contextlib.ExitStack) -> Store:
-    """Return the store with the team's cache, whose transfers end with `stack`; the store alone without a cache."""
+def _with_remotes(environment: Environment, stack: contextlib.ExitStack, *, offline: bool) -> Store:
+    """Return the store with the team's cache and vault, whose transfers end with `stack`."""
     site, store, variables = environment.site, environment.store, environment.variables
-    if not variables.get("ENVBUILD_CACHE", site.cache):
+    has_cache = not offline and variables.get("ENVBUILD_CACHE", site.cache)
+    if not has_cache and not variables.get("ENVBUILD_VAULT", site.vault):
         return store
-    from envbuild.store.remote import open_remote  # most sites have no cache
+    from envbuild.store.remote import open_remote, open_vault  # most sites have neither
 
-    remote = open_remote(site, environment.pip, variables, store)
+    vault = open_vault(site, environment.pip, variables, offline=offline)
+    if vault is not None:
+        stack.callback(vault.close)
+    store = replace(store, vault=vault)
+    remote = open_remote(site, environment.pip, variables, store) if has_cache else None
     if remote is not None:
         stack.push(lambda kind, *_: remote.close(wait=kind is None))
     return replace(store, remote=remote)

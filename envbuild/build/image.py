@@ -1,10 +1,14 @@
 """Verified images from a recipe: assembled in the store, then loaded, written or pushed.
 
-And the plan of an artifact of any kind, for commands that do not build it.
+Also the compiler of an image's bytecode: a Python of this host, else the Debian base's Python, unpacked in the store;
+and the plan of an artifact of any kind, for commands that do not build it.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +18,8 @@ from typing import Any, Unpack
 from envbuild.base import atomic
 from envbuild.base.errors import HostError, UsageError
 from envbuild.base.files import absolute_path
-from envbuild.base.progress import log
+from envbuild.base.packages import json_digest
+from envbuild.base.progress import Log, log, step
 from envbuild.build import docker
 from envbuild.build.commit import has_receipt, keep_receipt, verify_staged
 from envbuild.build.image_layers import AssembledImage, PreparedImage, assemble
@@ -24,14 +29,20 @@ from envbuild.contract.kinds import DOCKER, Artifact, FolderArtifact
 from envbuild.contract.receipt import pushed_as, receipt_path, record_push
 from envbuild.contract.state import IMAGE
 from envbuild.contract.verification import FULL, Thoroughness
+from envbuild.debian.lock import DebianLock
+from envbuild.debian.rootfs import merged, read_data
 from envbuild.environment import Environment
 from envbuild.image.daemon import connect
+from envbuild.image.entry import FILE, SYMLINK
 from envbuild.image.model import docker_manifest
-from envbuild.layers.image_python import image_compiler
+from envbuild.interpreter import read_python
+from envbuild.layers.bytecode import MAGIC, Compiler, compiler_of
 from envbuild.layers.requested import check_here, for_image
-from envbuild.lock.base import image_lock
+from envbuild.lock.base import fetch_locked, image_lock
+from envbuild.lock.image import ImageLock
 from envbuild.lock.lifecycle import LockUse, ensure
 from envbuild.plan import ImageInputs, Plan
+from envbuild.pythons import FOLDER, find_python, own_python
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.verify.containers import BuiltImage, image_subject
@@ -231,3 +242,81 @@ def plan_of(
 
         return prepare_folder(kind, loaded, target, environment, here=here, verify=verify, **use)[0]
     return prepare_image(loaded, target, environment, bytecode=bytecode, here=here, verify=verify, **use).plan
+
+
+# All that an interpreter needs that imports nothing but built-in modules.
+_PACKAGES = r"(lib)?python{python}-minimal|libc6|libexpat1|zlib1g"
+_FILES = re.compile(r"usr/bin/python3\.\d+|usr/lib/python3\.\d+/.*\.py|usr/lib/([^/]+/)?[^/]+\.so(\.[^/]*)?")
+
+
+def image_compiler(
+    lock: ImageLock, python: str, environment: Environment, *, conda: bool, offline: bool, log: Log
+) -> Compiler | None:
+    """Return the compiler of the bytecode of an image with the base of `lock`, None for an image without bytecode.
+
+    It is envbuild's own or another Python of this host with the version `python`, else the base's Python if this host
+    can run it. The latter is unpacked at its first use: an image of cached layers does not need it.
+    """
+    # Two users of one envbuild get the same bytes, whatever is on their PATH.
+    if host_python := own_python(python) or find_python(python, environment):
+        return compiler_of(host_python)
+    base, lacking = lock.base, f"{lock.target}: this host has no Python {python}"
+    runs = not conda and Target.parse(lock.target).arch == host_arch()
+    if runs and isinstance(base, DebianLock) and (own := _planned(base, python)):
+        log(f"{lacking}; the image's own Python compiles its bytecode")
+        return replace(own, provide=lambda: _unpacked(base, own, python, environment, offline))
+    log(f"{lacking} and cannot run the image's; the image gets no bytecode, so programs start slower in it")
+    return None
+
+
+def _planned(lock: DebianLock, python: str) -> Compiler | None:
+    """Return the base's Python from the data of its lock, without a path; None if its version is unknown."""
+    version = next((deb.version for deb in lock.packages if deb.name == f"python{python}-minimal"), "")
+    match = re.match(r"\d+(\.\d+){2}", version)
+    magic = MAGIC.get(python)
+    return Compiler("", match[0], f"cpython-{python.replace('.', '')}", magic) if match and magic else None
+
+
+def _unpacked(lock: DebianLock, own: Compiler, python: str, environment: Environment, offline: bool) -> Compiler:
+    """Unpack the base's Python in the store; return `own` with its path. Raises BuildError or HostError."""
+    pattern = re.compile(_PACKAGES.format(python=re.escape(python)))
+    some = replace(lock, packages=tuple(deb for deb in lock.packages if pattern.fullmatch(deb.name)))
+    digest = json_digest([[deb.name, deb.sha256] for deb in some.packages]).partition(":")[2]
+    root = environment.store.folder(FOLDER) / f"debian-{digest}"
+    with atomic.exclusive(root, lambda _: None):
+        if not root.is_dir():
+            with atomic.staged(root) as staged, step(f"unpacking the image's Python {own.version}"):
+                _unpack(some, staged, environment, offline)
+                atomic.replace(staged, root)
+    environment.store.note_use(root, root)
+    (loader,) = _loaders(root)
+    folders = sorted({os.fspath(path.parent) for path in root.glob("usr/lib*/**/*.so*")})
+    start = (os.fspath(loader), "--library-path", ":".join(folders))
+    program, home = str(root / "usr/bin" / f"python{python}"), str(root / "usr")
+    there = compiler_of(read_python(program, start, home))
+    if there.identity != own.identity:
+        raise HostError(f"{program} is {there.identity}, not {own.identity}", "build with --no-bytecode")
+    return replace(there, python=program, start=start, home=home)
+
+
+def _loaders(root: Path) -> list[Path]:
+    loaders = {os.path.realpath(path) for path in root.glob("usr/lib*/**/ld-linux*.so*")}
+    return [Path(path) for path in loaders]
+
+
+def _unpack(lock: DebianLock, folder: Path, environment: Environment, offline: bool) -> None:
+    files = fetch_locked(lock, environment, offline=offline)
+    with atomic.writing(folder):
+        for deb, file in zip(lock.packages, files, strict=True):
+            for entry, content in read_data(file, deb.name):
+                name = merged(entry.path)
+                place = folder / name
+                if not _FILES.fullmatch(name) or place.exists():
+                    continue
+                place.parent.mkdir(parents=True, exist_ok=True)
+                if entry.kind == SYMLINK and "/" not in entry.target:
+                    place.symlink_to(entry.target)
+                elif entry.kind == FILE and content is not None:
+                    with place.open("wb") as stream:
+                        shutil.copyfileobj(content, stream)
+                    place.chmod(entry.mode & 0o755)

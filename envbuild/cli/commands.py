@@ -45,6 +45,7 @@ GROUPS = {
     "Artifact": {
         "verify": ("inspect", "Train in an artifact and judge it again."),
         "inspect": ("inspect", "Show what is in an artifact, or write its SBOM."),
+        "rebuild": ("inspect", "Build an artifact again from its receipt, by the vault alone, and compare."),
         "diff": ("inspect", "Compare two artifacts of any kinds."),
         "report": ("report", "Write receipts as one HTML page."),
     },
@@ -61,6 +62,7 @@ GROUPS = {
         "attest": ("share", "Sign the receipt of an artifact, so that others can trust it."),
         "trust": ("share", "Say whether the site trusts an artifact, and why."),
         "cache": ("store", "Share the results of builds in a registry."),
+        "vault": ("store", "Keep the inputs of builds in a registry, for the day when indexes lack them."),
     },
     "Over time": {
         "history": ("history", "Show what the verifications of a recipe measured, over time."),

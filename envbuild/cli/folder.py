@@ -182,6 +182,7 @@ def _build(
     kind_name: str, recipe: str | None, sources: Sequence[Path], options: BuildOptions, conda_name: str | None = None
 ) -> None:
     """Build the environment, on this host or in a job, and print its path."""
+    from envbuild.build.bundle import keep_built
     from envbuild.build.folder import make_environment, prepare_folder
     from envbuild.cli.report import summarise
     from envbuild.contract.state import check_place
@@ -235,6 +236,7 @@ def _build(
         log(f"{path}: nothing changed ({result.seconds:.2f} s)")
     else:
         summarise(title, result.as_json())
+        keep_built(loaded, [(plan, None)], environment, offline=options.offline)
     show(options.as_json, result.as_json(), path)
 
 
@@ -242,8 +244,8 @@ def _build_by_job(
     kind: FolderArtifact, options: BuildOptions, environment: Environment, loaded: LoadedRecipe, target: Target
 ) -> None:
     """Render the job that builds `kind` of the recipe, and submit it on request."""
+    from envbuild.build.bundle import make_bundle, tools_python
     from envbuild.build.image import plan_of
-    from envbuild.bundle import make_bundle, tools_python
     from envbuild.jobs.build import Build, plan_build, render_build
     from envbuild.jobs.model import JobRequest
     from envbuild.site.settings import load_site

@@ -73,6 +73,7 @@ def docker_command(
       envbuild docker pt_cpu --tag registry.example.org/team/pt_cpu:2.13 --push --format docker
       docker run --rm pt_cpu:cpu-x86_64 torchrun --nproc-per-node 2 -m ddp_train 3 1
     """
+    from envbuild.build.bundle import keep_built
     from envbuild.build.docker import ImageOutput, check_tag
     from envbuild.build.image import ImageOptions, check_options, make_images, prepare_image
     from envbuild.cli.report import summarise
@@ -107,6 +108,7 @@ def docker_command(
             step(f"building {title}", printed=True),
         ):
             result = make_images(prepared, wish, environment, offline=options.offline)
+        keep_built(loaded, [(image.plan, image.builder) for image in prepared], environment, offline=options.offline)
         summarise(title, {**result, "target": ", ".join(prepared_image.target.name for prepared_image in prepared)})
         show(options.as_json, result, result["path"])
         return
@@ -298,6 +300,7 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
         ):
             results = make_from_image(image, chosen, of_image, environment)
     else:
+        from envbuild.build.bundle import keep_built
         from envbuild.build.image import prepare_image
 
         loaded = open_recipe(recipe, environment)
@@ -319,6 +322,7 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
             step(f"building {' and '.join(kinds)} of {subject} for {plan.target}", printed=True),
         ):
             results = make_from_recipe(prepared_image, of_recipe, environment, offline=options.offline)
+        keep_built(loaded, [(plan, prepared_image.builder)], environment, offline=options.offline)
     rows = [result.as_json() for result in results]
     for kind, made in zip(kinds, rows, strict=True):
         summarise(f"{kind} of {subject}", made)

@@ -1,4 +1,4 @@
-"""`envbuild inspect`, `diff` and `verify`."""
+"""`envbuild inspect`, `diff`, `verify` and `rebuild`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from typing import Any
 import click
 
 from envbuild.base.errors import UsageError, VerificationError
-from envbuild.base.files import named_path
+from envbuild.base.files import absolute_path, named_path
 from envbuild.base.packages import channel_name
 from envbuild.base.progress import log, step
 from envbuild.base.text import human_size
 from envbuild.build.built import find_built, unknown
 from envbuild.cli import complete, layout
-from envbuild.cli.common import attested_images, print_json, run_environment, with_options
+from envbuild.cli.common import PATH, attested_images, check_out, print_json, run_environment, show, with_options
 from envbuild.cli.layout import verbosity
 from envbuild.cli.report import reported
 from envbuild.contract.kinds import ARTIFACTS, kinds_of
 from envbuild.contract.manifest import shown
+from envbuild.contract.receipt import read_receipt, receipt_path
 from envbuild.describe import bill_of_materials, describe, receipt_of
 from envbuild.environment import Environment
 from envbuild.inspect.compare import Change, Comparison, compare
@@ -359,3 +360,51 @@ def verify_command(
         )
     if not as_json:
         click.echo(path)
+
+
+@click.command("rebuild")
+@click.argument("named", metavar="RECEIPT|ARTIFACT", type=PATH)
+@click.option("--out", type=PATH, metavar="PATH", help="Keep the new artifact here. Default: it is removed.")
+@with_options("json")
+def rebuild_command(named: Path, out: Path | None, as_json: bool) -> None:
+    """Build the artifact of a receipt again, from the vault alone, and compare the two.
+
+    The vault has the recipe and the lock that the receipt names, and all files of the build: no index is asked. Says
+    "identical", or lists the differences if ARTIFACT is still there. Exit code 5 if files differ.
+
+    \b
+    Examples:
+      envbuild rebuild pytorch.sqsh
+      envbuild rebuild /fsx/envs/pt_cpu.receipt.json --out /tmp/pt_cpu
+    """
+    from envbuild.build.rebuild import rebuild
+
+    check_out(out)
+    environment, suffix = run_environment(), ".receipt.json"
+    artifact = named.with_name(named.name.removesuffix(suffix))
+    try:
+        receipt = read_receipt(receipt_path(artifact))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{receipt_path(artifact)}: not a receipt: {error}", "give an artifact with a receipt"
+        ) from None
+    with environment.store.working("opened") as folder:
+        place = folder / "new" / artifact.name  # the folder itself is locked, and a build locks the one above
+        place.parent.mkdir()
+        place, wanted = absolute_path(out) if out else place, receipt["artifact"]["digest"]
+        digest = rebuild(receipt, place, environment)
+        changes: list[dict[str, Any]] = []
+        if digest != wanted and artifact.exists():
+            with open_artifacts((str(artifact), str(place)), environment, None) as (before, after):
+                comparison = compare(before, after, files=True)
+                changes = [change.as_json() for name in _PARTS for change in getattr(comparison, name) or ()]
+    verdict = "equal files, other container" if artifact.exists() and not changes else "different"
+    verdict = "identical" if digest == wanted else verdict
+    value = {"path": str(out.absolute()) if out else None, "digest": digest, "receipt_digest": wanted}
+    lines = [f"  {change['change']} {change['name']}" for change in changes[:_LINES]]
+    show(as_json, {**value, "verdict": verdict, "changes": changes}, f"{named}: {verdict}", *lines)
+    if verdict == "different":
+        raise VerificationError(
+            f"{named}: the receipt states {wanted}, and the new artifact is {digest}",
+            "" if artifact.exists() else "give the artifact itself, so that its files can be compared",
+        )

@@ -13,9 +13,9 @@ from envbuild.base.errors import EnvbuildError, LockError, RecipeError, UsageErr
 from envbuild.base.files import build_folder
 from envbuild.base.progress import log
 from envbuild.base.toml import nearest
+from envbuild.build.bundle import make_bundle
 from envbuild.build.image import image_layers, plan_of, prepare_image
 from envbuild.build.prepare import build_layers
-from envbuild.bundle import make_bundle
 from envbuild.cli import complete, layout
 from envbuild.cli.common import (
     PATH,
@@ -160,7 +160,7 @@ def bundle_command(recipe: str | None, kinds: tuple[str, ...], no_tools: bool, o
     Examples:
       envbuild bundle pt_cpu --target cpu-aarch64 --out /fsx/bundles/pt_cpu-arm
       envbuild venv pt_cpu --job --site slurm-modules --bundle /fsx/bundles/pt_cpu --submit
-      ENVBUILD_STORE=B/store PYTHONPATH=B/envbuild python3.11 -m envbuild venv B/recipes/pt_cpu --offline
+      ENVBUILD_VAULT=oci:B PYTHONPATH=B/envbuild python3.11 -m envbuild venv B/recipes/pt_cpu --offline
     """
     check_out(options.out)
     environment, loaded, target = open_build(recipe, options.target)

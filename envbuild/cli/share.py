@@ -20,8 +20,8 @@ from envbuild.base.files import absolute_path, named_path
 from envbuild.base.progress import log, transfer
 from envbuild.base.text import human_size
 from envbuild.build.built import find_built
+from envbuild.build.bundle import ATTESTATION, attest_bundle, judge_bundle, read_bundle
 from envbuild.build.kinds import kind_at, read_artifact
-from envbuild.bundle import ATTESTATION, attest_bundle, judge_bundle, read_bundle
 from envbuild.cli import complete
 from envbuild.cli.common import PATH, attested_images, check_out, open_recipe, run_environment, show, with_options
 from envbuild.contract.kinds import ARTIFACTS, FileArtifact, FolderArtifact, kinds_of
@@ -89,8 +89,8 @@ def pull_command(reference: str, out: Path, no_verify: bool, as_json: bool) -> N
       envbuild pull registry.example.org/team/pytorch:2.13 --out /fsx/images/pytorch.sqsh
       envbuild pull registry.example.org/team/pytorch:2.13-venv --out /fsx/envs/pytorch
     """
+    from envbuild.build.rebuild import is_environment, pull_environment
     from envbuild.build.share import open_pushed, pull_file
-    from envbuild.build.share_environment import is_environment, pull_environment
 
     check_out(out)
     environment = run_environment()
@@ -125,7 +125,7 @@ def _pushed(named: str, registry: Registry, environment: Environment) -> tuple[s
         )
     artifact = open_artifact(f"{path.parent}/{path.name}", tuple(ARTIFACTS), None).artifact
     if isinstance(kind, FolderArtifact):
-        from envbuild.build.share_environment import push_environment
+        from envbuild.build.rebuild import push_environment
 
         loaded = open_recipe(artifact.recipe, environment)
         done = push_environment(path, kind, read_artifact(path).state, loaded, registry, environment)

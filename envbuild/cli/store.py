@@ -1,27 +1,46 @@
-"""`envbuild store` and `envbuild cache`."""
+"""`envbuild store`, `envbuild cache` and `envbuild vault`."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from envbuild.base import host
-from envbuild.base.errors import BuildError, UsageError, VerificationError
+from envbuild.base.errors import BuildError, LockError, RecipeError, UsageError, VerificationError
 from envbuild.base.progress import log
 from envbuild.base.text import AGES, SIZES, human_size, seconds, size
+from envbuild.base.workers import each
 from envbuild.cli import complete, layout
 from envbuild.cli.common import open_recipe, open_target, print_json, run_environment, show, with_options
 from envbuild.environment import Environment
 from envbuild.layers.store_check import check_store
+from envbuild.locks import locked_names
+from envbuild.recipe.find import list_recipes, search_folders
+from envbuild.recipe.load import LoadedRecipe
 from envbuild.run_environment import load_environment
-from envbuild.store.remote import RemoteCache, cache_of, counted, pull_recipe, push_recipe
+from envbuild.store.remote import (
+    RemoteCache,
+    cache_of,
+    counted,
+    keep_inputs,
+    kept_inputs,
+    pull_recipe,
+    push_recipe,
+    signing,
+)
 from envbuild.store.usage import Removal, StoreItem, choose, items, own_items, recipes, remove
+from envbuild.store.vault import Vault
+
+if TYPE_CHECKING:
+    from envbuild.build.bundle import LockedPlan
 
 _AGES = (1, 7, 30, 90)  # days
+_REQUESTS = 8
 
 
 @click.group("store")
@@ -308,3 +327,177 @@ def _opened(*, reads: bool = False, writes: bool = False) -> tuple[Environment, 
         mode = "readwrite" if writes else "read"
         raise UsageError("the cache's mode does not allow this", f"set ENVBUILD_CACHE_MODE={mode}, or `cache_mode`")
     return environment, remote
+
+
+@click.group("vault")
+def vault_command() -> None:
+    """Keep the inputs of builds, so that each locked environment can be built again when its indexes have gone.
+
+    The key vault in the site file, or ENVBUILD_VAULT=oci://REGISTRY/NAME, sets the repository; oci:DIR is a folder.
+    Builds look for each file in the store, then in the vault, then in indexes, by the sha256 in its lock.
+
+    \b
+    Examples:
+      ENVBUILD_VAULT=oci://registry.example.org/team/vault envbuild vault push pt_cpu
+      envbuild vault status
+    """
+
+
+@vault_command.command("push")
+@click.argument("recipes", metavar="RECIPE…", nargs=-1, shell_complete=complete.recipes)
+@click.option("--all", "every", is_flag=True, help="All recipes with current locks.")
+@with_options(
+    click.option("--target", metavar="TARGET", shell_complete=complete.targets, help="Only this target. Default: all."),
+    "json",
+)
+def vault_push_command(recipes: tuple[str, ...], every: bool, target: str | None, as_json: bool) -> None:
+    """Keep all files that builds of each RECIPE read: its locked packages, sources and base images, and itself.
+
+    Every lock has one entry, whose files are uploaded once for all entries. Files that the store lacks are downloaded
+    first. With [trust] cache_signers, entries are signed by ENVBUILD_CACHE_KEY.
+
+    \b
+    Examples:
+      envbuild vault push pt_cpu pt_cu126
+      envbuild vault push --all
+    """
+    from envbuild.build.bundle import plan_files
+
+    environment, vault = _vault()
+    if every == bool(recipes):
+        raise UsageError("name the recipes to keep", "give RECIPE…, or --all")
+    signers, signer = signing(environment.site, environment.variables, writes=True)
+    rows: list[dict[str, Any]] = []
+    faults: list[BuildError] = []
+    work = _plans(_recipes(recipes, environment), target, environment)
+    for loaded, plan in ((loaded, plan) for loaded, plans in work for plan in plans):
+        about = {name: getattr(plan[0], name) for name in ("recipe", "target", "artifact", "lock_digest")}
+        try:
+            files = plan_files(loaded, plan, environment, offline=False)
+        except BuildError as error:  # the other plans are kept
+            faults.append(error)
+            continue
+        size, sent = keep_inputs(vault, plan[0].lock_digest, files, environment.store, signers, signer)
+        rows.append({**about, "files": len(files), "bytes": size, "uploaded_bytes": sent})
+        log(f"{plan[0].recipe} {plan[0].target}: {len(files)} files, {human_size(size)}; {human_size(sent)} uploaded")
+    if faults:
+        raise BuildError(f"not all is kept: {faults[0].message}", faults[0].hint)
+    if not rows:
+        raise UsageError("no recipe has a current lock", "make one: `envbuild lock RECIPE`")
+    show(as_json, {"vault": vault.name, "locks": rows})
+
+
+@vault_command.command("status")
+@with_options("json")
+def vault_status_command(as_json: bool) -> None:
+    """Show the locks in the vault, whether each is whole, and the current locks of recipes that are not kept.
+
+    Exit code 5 if the vault lacks a file of one of its locks.
+
+    \b
+    Examples:
+      envbuild vault status
+      envbuild vault status --json | jq '.locks[] | select(.missing != [])'
+    """
+    environment, vault = _vault()
+    signers, _ = signing(environment.site, environment.variables, writes=False)
+    names = locked_names(_recipes((), environment))
+    kept = {lock: kept_inputs(vault, lock, signers) for lock in vault.locks()}
+    owners = Counter(digest for files, _ in kept.values() for digest in {file.digest for file in files})
+    sizes = {file.digest: file.size for files, _ in kept.values() for file in files}
+    lacking = each(list(sizes.items()), lambda row, stop: row[0] if vault.lacks(*row, stop) else "", _REQUESTS)
+    missing = set(lacking) - {""}
+    rows: list[dict[str, Any]] = []
+    for lock, (files, day) in kept.items():
+        own = {file.digest: file.size for file in files}
+        row = {"lock": lock, "kept": day, "of": names.pop(lock, []), "files": len(files)}
+        row |= {"bytes": sum(own.values()), "own_bytes": sum(size for key, size in own.items() if owners[key] == 1)}
+        rows.append({**row, "missing": sorted(file.name for file in files if file.digest in missing)})
+    value = {"vault": vault.name, "locks": rows, "bytes": sum(sizes.values()), "signers": len(signers)}
+    value["not_kept"] = [{"lock": lock, "of": of} for lock, of in names.items()]
+    lines = [
+        [
+            ", ".join(row["of"]) or row["lock"][:19],
+            f"{len(row['missing'])} of {row['files']} files missing" if row["missing"] else f"{row['files']} files",
+            f"{human_size(row['bytes'])}, {human_size(row['own_bytes'])} its own",
+        ]
+        for row in rows
+    ]
+    lines += [[", ".join(of), "not kept", ""] for of in names.values()]
+    lines.append([vault.name, f"{len(sizes)} files", human_size(sum(sizes.values()))])
+    show(as_json, value, *layout.columns(lines))
+    if missing:
+        raise VerificationError(
+            f"{vault.name} lacks {len(missing)} files of its locks", "keep them again: `envbuild vault push RECIPE`"
+        )
+
+
+@vault_command.command("check")
+@click.argument("recipes", metavar="[RECIPE…]", nargs=-1, shell_complete=complete.recipes)
+@click.option("--upstream", is_flag=True, required=True, help="Ask the sources of locked files; no other check exists.")
+@click.option("--all", "every", is_flag=True, help="All recipes with current locks.")
+@with_options("json")
+def vault_check_command(recipes: tuple[str, ...], upstream: bool, every: bool, as_json: bool) -> None:
+    """Ask indexes, channels and archives for each locked file: which have vanished, changed, or been yanked.
+
+    Of the locks in the vault, or of RECIPE…, which needs no vault. A file counts if any source that builds ask has it
+    with its hash. Each page is read once, and nothing but source archives is downloaded. Exit code 5 if files are lost.
+
+    \b
+    Examples:
+      envbuild vault check --upstream
+      envbuild vault check --upstream --all --json | jq '.lost[] | .name'
+    """
+    from envbuild.build.rebuild import kept_recipes
+    from envbuild.build.upstream import THERE, check_upstream
+
+    named = bool(recipes) or every
+    environment, vault = (run_environment(), None) if named else _vault()
+    with environment.store.working("opened") as folder:
+        chosen = _recipes(recipes, environment) if named else []
+        for lock in vault.locks() if vault else []:
+            try:
+                chosen += kept_recipes(lock, folder, environment)
+            except (BuildError, RecipeError, UsageError) as error:  # such as own code
+                log(f"{lock[:19]}: left out: {error.message}")
+        unique = {loaded.folder: loaded for loaded in chosen}.values()
+        files = check_upstream(_plans(unique, None, environment), environment)
+    if not files:
+        raise UsageError("there is no lock to check", "keep one: `envbuild vault push RECIPE`, or name a RECIPE")
+    lost = [row for row in files if row["state"] != THERE]
+    rows = [[row["state"], row["name"], ", ".join(row["of"]), "; ".join(row["answers"])] for row in lost]
+    show(as_json, {"files": len(files), "lost": lost}, *layout.columns(rows))
+    if lost:
+        raise VerificationError(f"{len(lost)} of {len(files)} locked files are lost", "keep them: envbuild vault push")
+    log(f"all {len(files)} locked files are there")
+
+
+def _plans(
+    recipes: Iterable[LoadedRecipe], target: str | None, environment: Environment
+) -> Iterator[tuple[LoadedRecipe, list[LockedPlan]]]:
+    """Yield the plans of each target of `recipes`, or of one, for which there are current locks; log the others."""
+    from envbuild.build.bundle import lock_plans
+
+    for loaded in recipes:
+        for name in [target] if target else loaded.recipe.targets:
+            try:
+                yield loaded, lock_plans(loaded, loaded.target(name)[0], environment, offline=False)
+            except LockError as error:
+                log(f"{loaded.recipe.name} {name}: left out: {error.message.splitlines()[0]}")
+
+
+def _recipes(names: Sequence[str], environment: Environment) -> list[LoadedRecipe]:
+    """Return the recipes with these names or paths, all without one."""
+    if names:
+        return [open_recipe(name, environment) for name in names]
+    listed = list_recipes(search_folders(environment.site.recipe_folders))
+    return [recipe.loaded for recipe in listed if recipe.loaded is not None]
+
+
+def _vault() -> tuple[Environment, Vault]:
+    environment = run_environment()
+    if environment.store.vault is None:
+        raise UsageError(
+            "no vault is named", "set `vault` in site.toml, or ENVBUILD_VAULT=oci://registry.example.org/team/vault"
+        )
+    return environment, environment.store.vault

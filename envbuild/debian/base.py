@@ -27,7 +27,8 @@ from envbuild.debian.release import DebianSuite, fetch_packages, fetch_release, 
 from envbuild.image.layer import open_layer
 from envbuild.image.layout import Blobs
 from envbuild.image.model import Descriptor
-from envbuild.store.client import Client, fetch_each
+from envbuild.store.client import Client, fetch_each, from_vault
+from envbuild.store.store import Store
 
 if TYPE_CHECKING:
     from pysequoia import Cert
@@ -321,32 +322,39 @@ def _locked(package: Package) -> LockedDeb:
     return LockedDeb(package.name, package.version, architecture, path, sha256.lower(), count, package.archive)
 
 
-def fetch_debs(lock: DebianLock, blobs: Blobs, archives: Sequence[DebianSuite], client: Client) -> list[Path]:
-    """Return the files of the packages of `lock`, in its order; files in `blobs` are not downloaded again.
+def fetch_debs(lock: DebianLock, store: Store, archives: Sequence[DebianSuite], client: Client) -> list[Path]:
+    """Return the files of the packages of `lock`, in its order; blobs of `store` are not downloaded again.
 
-    `archives` are tried in order; an empty list means offline. Raises BuildError with every unavailable package and the
-    answer of each archive; completed downloads are kept for the next run.
+    The store's vault and `archives` are tried in order; an empty list means offline. Raises BuildError
+    with every unavailable package and the answer of each archive; completed downloads are kept for the next run.
     """
-    missing = [deb for deb in lock.packages if not _here(deb, blobs)]
-    if missing:
-        answers: dict[str, list[str]] = {deb.name: [] for deb in missing}
-        down: dict[str, str] = {}
+    if lacking := lacking_debs(lock.packages, store, archives, client):
+        raise _not_found(lacking)
+    return [store.blobs.path(deb.digest) for deb in lock.packages]
 
-        def fetch(deb: LockedDeb, on_progress: OnProgress) -> None:
-            _fetch_one(deb, blobs, archives, client, answers[deb.name], down, on_progress)
 
+def lacking_debs(
+    debs: Sequence[LockedDeb], store: Store, archives: Sequence[DebianSuite], client: Client
+) -> dict[LockedDeb, list[str]]:
+    """Fetch `debs` as `fetch_debs`; return those that no source has, with the answer of each."""
+    blobs = store.blobs
+    answers: dict[LockedDeb, list[str]] = {deb: [] for deb in debs if not _here(deb, blobs)}
+    down: dict[str, str] = {}
+
+    def fetch(deb: LockedDeb, on_progress: OnProgress) -> None:
+        _fetch_one(deb, store, archives, client, answers[deb], down, on_progress)
+
+    try:
+        # The largest first, so that not one large download remains at the end.
+        missing = sorted(answers, key=lambda deb: -deb.size)
         title, size = f"fetching {len(missing)} Debian packages", sum(deb.size for deb in missing)
-        try:
-            # The largest first, so that not one large download remains at the end.
-            fetch_each(sorted(missing, key=lambda deb: -deb.size), fetch, client, title, size)
-        except OSError as error:
-            raise BuildError(
-                file_error(error, blobs.root),
-                "set ENVBUILD_STORE (or `store` in site.toml) to a writable folder with free disk space",
-            ) from error
-        if lacking := [deb for deb in missing if not _here(deb, blobs)]:
-            raise _not_found(lacking, answers)
-    return [blobs.path(deb.digest) for deb in lock.packages]
+        fetch_each(missing, fetch, client, title, size)
+    except OSError as error:
+        raise BuildError(
+            file_error(error, blobs.root),
+            "set ENVBUILD_STORE (or `store` in site.toml) to a writable folder with free disk space",
+        ) from error
+    return {deb: sources for deb, sources in answers.items() if not _here(deb, blobs)}
 
 
 def _here(deb: LockedDeb, blobs: Blobs) -> bool:
@@ -355,14 +363,19 @@ def _here(deb: LockedDeb, blobs: Blobs) -> bool:
 
 def _fetch_one(
     deb: LockedDeb,
-    blobs: Blobs,
+    store: Store,
     archives: Sequence[DebianSuite],
     client: Client,
     answers: list[str],
     down: dict[str, str],
     on_progress: OnProgress,
 ) -> None:
-    roots = dict.fromkeys(archive.url for archive in archives if archive.kind == deb.archive)
+    def answer(source: str, reason: str) -> None:
+        answers.append(f"{source}: {reason}")
+
+    if from_vault({deb.sha256}, store, answer, size=deb.size, on_progress=on_progress, stop=client.stop):
+        return
+    blobs, roots = store.blobs, dict.fromkeys(archive.url for archive in archives if archive.kind == deb.archive)
     with locked_partial(blobs.partial(deb.digest), client.stop) as partial:
         for root in roots:
             if _here(deb, blobs):  # another process was faster
@@ -388,11 +401,11 @@ def _fetch_one(
                 break
 
 
-def _not_found(lacking: Sequence[LockedDeb], answers: dict[str, list[str]]) -> BuildError:
+def _not_found(lacking: dict[LockedDeb, list[str]]) -> BuildError:
     lines = []
-    for deb in lacking:
+    for deb, answers in lacking.items():
         lines.append(f"{deb}: no archive has {deb.path} with {deb.digest}")
-        lines += [f"    {answer}" for answer in answers[deb.name]] or ["    none is asked"]
+        lines += [f"    {answer}" for answer in answers] or ["    none is asked"]
     return BuildError(
         "\n".join(lines),
         "name a mirror of Debian's in site.toml, check the proxy, or lock again: mirrors keep no old versions",

@@ -133,7 +133,7 @@ class Registry:
                     if not blobs.has(blob):  # another process may have downloaded it in the meantime
                         self._check_space([blob], blobs)
                         with open_download(file, hashes, blob.size, on_progress, stop) as download:
-                            self._first(lambda source: _download(source, blob, download, stop), title)
+                            self._first(lambda source: download_blob(source, blob.digest, download, stop), title)
                         return blobs.adopt(file, blob.digest)
         except OSError as error:
             raise BuildError(f"{title}: {error.filename or blobs.root}: {error.strerror}") from error
@@ -291,8 +291,9 @@ def pages(source: Endpoint, path: str) -> Iterator[tuple[bytes, Mapping[str, str
     raise RequestFailed(f"its list has more than {_MOST_PAGES} pages", answered=True)
 
 
-def _download(source: Endpoint, blob: Descriptor, download: Download, stop: threading.Event) -> str:
-    get = partial(source.request, "GET", source.url(f"blobs/{blob.digest}"), stop, ok=ANSWERS, retries=0)
+def download_blob(source: Endpoint, digest: str, download: Download, stop: threading.Event) -> str:
+    """Download the blob `digest` from `source`, and return its sha256 (hexadecimal). Raises RequestFailed."""
+    get = partial(source.request, "GET", source.url(f"blobs/{digest}"), stop, ok=ANSWERS, retries=0)
     return download.run(lambda headers: get(headers=headers), source.retries)
 
 

@@ -99,6 +99,7 @@ def render_build(plan: JobPlan, build: Build) -> str:
     if build.bundle:
         lines.append("# The build reads nothing outside of the bundle and needs no network.")
         lines.append(f"bundle={word(build.bundle, '--bundle')}")
+        lines.append('export ENVBUILD_VAULT="oci:$bundle"')
         recipe, store = f"{build.bundle}/recipes/{build.name}", f"{build.bundle}/store"
         options.append("--offline")
         if build.tools:

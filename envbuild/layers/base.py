@@ -23,7 +23,7 @@ from envbuild.image.tar import PositionedStream, members
 from envbuild.image.tree import MergedTree
 from envbuild.layers.bytecode import Compiler, with_bytecode
 from envbuild.layers.layer_cache import LayerCache, LayerRequest, M
-from envbuild.lock.base import pull, site_archives
+from envbuild.lock.base import fetch_locked, pull
 from envbuild.lock.image import OciLock
 from envbuild.plan import Plan
 from envbuild.recipe.targets import Target
@@ -103,13 +103,9 @@ def _conda_python(plan: Plan) -> tuple[str, str]:
 
 def locked_files(lock: DebianLock, mtime: int, environment: Environment, *, offline: bool) -> Tree:
     """Return the tree of the packages in `lock`, downloaded if needed. Raises BuildError for an unavailable package."""
-    from envbuild.debian.base import fetch_debs
-    from envbuild.debian.release import debian_client
     from envbuild.debian.rootfs import debian_tree
 
-    places = [] if offline else site_archives(lock.suite, lock.date, environment)
-    client = debian_client(environment.pip, environment.variables)
-    debs = fetch_debs(lock, environment.store.blobs, places, client)
+    debs = fetch_locked(lock, environment, offline=offline)
     return debian_tree(list(zip(lock.packages, debs, strict=True)), mtime)
 
 

@@ -8,7 +8,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from envbuild.base.errors import BuildError
 from envbuild.base.progress import log, transfer
 from envbuild.base.text import normalise
 from envbuild.base.workers import each
@@ -16,9 +15,9 @@ from envbuild.cache.hashed import read_note
 from envbuild.image.squashfs.segment import stored_digest
 from envbuild.image.tar import read_table
 from envbuild.layers.source_files import stored_manifest
-from envbuild.layers.wheel import wheel_title
 from envbuild.store.sources import matches
 from envbuild.store.store import Store
+from envbuild.store.vault import wheel_title
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # Folders whose files, or whose folders, are named by the sha256 of a file.
@@ -87,7 +86,7 @@ def _keep_file(path: Path, sha256: str, store: Store) -> bool:
         return True
     try:
         name, version, _ = wheel_title(path)
-    except BuildError:  # whoever needs it is told
+    except ValueError:  # whoever needs it is told
         return True
     if matches(path.name, normalise(name), version):
         return True

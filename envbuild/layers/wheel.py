@@ -146,23 +146,6 @@ def wheel_record(wheel: Path, scheme: Scheme) -> bytes:
     return content  # it comes last
 
 
-def wheel_title(wheel: Path) -> tuple[str, str, frozenset[str]]:
-    """Return name and version of `wheel` as spelt by its .dist-info folder, and its tags (PEP 425) from its WHEEL file.
-
-    The file name consists of these, unless the file was renamed; 4 of 997 published wheels have other platforms in the
-    name. Raises BuildError for a file that is not a wheel.
-    """
-    with reading(wheel.name, "wheel"), zipfile.ZipFile(wheel) as archive:
-        info = _Wheel(archive, wheel.name, Scheme("", ""), 0).info
-        try:
-            with archive.open(f"{info}/WHEEL") as stream:
-                about = HeaderParser().parsestr(stream.read(_MAX_METADATA).decode("utf-8", "replace"))
-        except KeyError:
-            raise BuildError(f"{wheel.name}: not a wheel: it has no {info}/WHEEL") from None
-    name, _, version = info.removesuffix(".dist-info").rpartition("-")
-    return name, version, frozenset(str(tag).strip() for tag in about.get_all("Tag", []))
-
-
 def required_by(archive: zipfile.ZipFile, info: str) -> list[str]:
     """Return the lines of Requires-Dist in the folder `info` of an open wheel. Raises KeyError without METADATA."""
     with archive.open(f"{info}/METADATA") as stream:

@@ -7,14 +7,16 @@ lock) are the image's packages and compilers, or `build_base`, an existing image
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from envbuild.base.errors import BuildError, LockError, UsageError
 from envbuild.base.packages import json_digest
-from envbuild.base.progress import Log, transfer
-from envbuild.debian.base import resolve_base
+from envbuild.base.progress import Log, log, transfer
+from envbuild.base.workers import each
+from envbuild.debian.base import fetch_debs, resolve_base
 from envbuild.debian.defaults import default_packages, default_without, newest_suite, suites_by_python
 from envbuild.debian.lock import DebianLock
 from envbuild.debian.release import DebianSuite, archives, debian_client
@@ -22,14 +24,16 @@ from envbuild.environment import Environment
 from envbuild.image.archive import read_archive, read_daemon
 from envbuild.image.layout import Pulled, read_layout
 from envbuild.image.limits import Quota
-from envbuild.image.model import ImageManifest, check_image, parse, parse_config
+from envbuild.image.model import MAX_MANIFEST, Descriptor, ImageManifest, check_image, parse, parse_config
 from envbuild.lock.image import ImageLock, OciLock, image_changes, image_lock_name, read_image, render_image
 from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, write_lock_file
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.model import Recipe
 from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target
+from envbuild.store.client import from_vault
 
+_WORKERS = 4
 # Packages that nearly every build needs in addition to those of the image.
 _COMPILERS = ("bzip2", "file", "g++", "gcc", "libc6-dev", "make", "patch", "pkgconf", "xz-utils")
 
@@ -145,6 +149,21 @@ def _resolve_digest(base: str, target: Target, environment: Environment, folder:
         raise LockError(error.message, error.hint) from error
 
 
+def fetch_locked(lock: DebianLock, environment: Environment, *, offline: bool) -> list[Path]:
+    """Return the files of the packages in `lock`, downloaded if needed. Raises BuildError for an unavailable one."""
+    places = [] if offline else site_archives(lock.suite, lock.date, environment)
+    return fetch_debs(lock, environment.store, places, debian_client(environment.pip, environment.variables))
+
+
+def base_blobs(lock: ImageLock, folder: Path, environment: Environment, *, offline: bool) -> list[str]:
+    """Return the digests of all files of a base, fetched into the store's blobs. Raises BuildError."""
+    if isinstance(lock.base, DebianLock):
+        fetch_locked(lock.base, environment, offline=offline)
+        return [deb.digest for deb in lock.base.packages]
+    manifest = pull(lock.base.reference, lock.base.digest, Target.parse(lock.target).arch, environment, folder).manifest
+    return [manifest.digest, manifest.config.digest, *(layer.digest for layer in manifest.layers)]
+
+
 def pull(base: str, digest: str | None, arch: str, environment: Environment, folder: Path) -> Pulled:
     """Fetch the image `base` for `arch` (x86_64, aarch64), locked or current, into the store, and return it.
 
@@ -157,6 +176,8 @@ def pull(base: str, digest: str | None, arch: str, environment: Environment, fol
         known = parse(blobs.read(digest), digest)
         if isinstance(known, ImageManifest) and all(map(blobs.has, (known.config, *known.layers))):
             return Pulled(known, parse_config(blobs.read(known.config.digest), digest), blobs)
+    if digest is not None and (known_manifest := _from_vault(digest, environment)) is not None:
+        return Pulled(known_manifest, parse_config(blobs.read(known_manifest.config.digest), digest), blobs)
     if (pulled := _local(base, arch, environment, folder)) is not None:
         if digest not in (None, pulled.manifest.digest):
             raise BuildError(
@@ -175,6 +196,27 @@ def pull(base: str, digest: str | None, arch: str, environment: Environment, fol
     check_image(manifest.layers, config, arch, base)
     blobs.add(manifest.raw)  # last: a manifest in the store means that its blobs are complete
     return Pulled(manifest, config, blobs)
+
+
+def _from_vault(digest: str, environment: Environment) -> ImageManifest | None:
+    """Return the manifest of an image after the vault brought it and all its blobs into the store; None otherwise."""
+    store = environment.store
+
+    def bring(blob: Descriptor, stop: threading.Event) -> bool:
+        def answer(source: str, reason: str) -> None:
+            log(f"{source}: {blob.digest}: {reason}")
+
+        sha256 = blob.digest.partition(":")[2]
+        return store.blobs.has(blob) or from_vault({sha256}, store, answer, size=blob.size, stop=stop) is not None
+
+    if store.vault is None or not bring(Descriptor("", digest, MAX_MANIFEST), threading.Event()):
+        return None
+    manifest = parse(store.blobs.read(digest), digest)
+    if not isinstance(manifest, ImageManifest):
+        return None
+    blobs = [manifest.config, *manifest.layers]
+    Quota(environment.site.limits).content(digest, sum(blob.size for blob in blobs))
+    return manifest if all(each(blobs, bring, _WORKERS)) else None
 
 
 def _local(base: str, arch: str, environment: Environment, folder: Path) -> Pulled | None:

@@ -89,10 +89,10 @@ def solve(
     explanation and the recipe lines of the conflicting specs.
     """
     specs = recipe_specs(recipe, target)
-    return _from_channels(recipe, target, environment, specs, ages=ages, keep=keep, offline=offline, log=log)
+    return from_channels(recipe, target, environment, specs, ages=ages, keep=keep, offline=offline, log=log)
 
 
-def _from_channels(
+def from_channels(
     recipe: LoadedRecipe,
     target: Target,
     environment: Environment,
@@ -404,7 +404,7 @@ def solve_by_conda_lock(
                 "conda-lock uses only the last of several specs for one name: merge them",
             )
     # conda-lock leaves out the build strings of dependencies, so the channels' records replace its own.
-    records = _from_channels(recipe, target, environment, (), ages=ages, keep=packages, offline=offline, log=log)
+    records = from_channels(recipe, target, environment, (), ages=ages, keep=packages, offline=offline, log=log)
     known = {package.sha256: package for package in records}
     for package in packages:
         if package.sha256 not in known:

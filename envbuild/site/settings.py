@@ -16,9 +16,11 @@ from envbuild.base.text import INDEX_NAME
 from envbuild.base.toml import decode, form, json_schema, key, nearest, read
 from envbuild.site import jobs, tables
 
+_SINGLE = ("cache", "cache_mode", "vault", "vault_mode")
 # Tables whose single entries a later file replaces.
 _BY_ENTRY = ("mirrors", "indexes", "registries", "environment")
 CACHE = r"^(oci://[^\s/@]+/[^\s@:]+)?$"
+VAULT = r"^(oci://[^\s/@]+/[^\s@:]+|oci:(?!//)\S+)?$"
 
 
 def _index_problem(url: str) -> str | None:
@@ -39,6 +41,15 @@ class SiteTables:
     )
     cache_mode: Literal["read", "write", "readwrite"] = key(
         "read", "Whether builds read what the cache has, and write what they made. ENVBUILD_CACHE_MODE goes over it."
+    )
+    vault: str = key(
+        "",
+        "Repository of a registry, or folder (oci:DIR), that keeps the inputs of builds. ENVBUILD_VAULT goes over it.",
+        pattern=VAULT,
+        example="oci://registry.example.org/team/vault",
+    )
+    vault_mode: Literal["read", "readwrite"] = key(
+        "read", "Whether builds only read the vault, or also keep their inputs there. ENVBUILD_VAULT_MODE goes over it."
     )
     mirrors: dict[str, tuple[str, ...]] = key(
         {},
@@ -132,7 +143,7 @@ def load_site(env: Mapping[str, str], name: str | None = None, *, etc: Path = Pa
         settings = decode(document, SiteFile)
         if settings.store is not None:
             values["store"] = _path(settings.store, file, env)
-        values |= {name: getattr(settings, name) for name in ("cache", "cache_mode") if name in document.data}
+        values |= {name: getattr(settings, name) for name in _SINGLE if name in document.data}
         recipes += [_path(folder, file, env) for folder in settings.recipes]
         for table, given in document.data.items():
             if not isinstance(given, dict):

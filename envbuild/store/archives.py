@@ -25,7 +25,7 @@ from envbuild.base.masking import redact
 from envbuild.base.progress import transfer
 from envbuild.cache.http import Mismatch, RequestFailed
 from envbuild.site.pip_config import PipConfig
-from envbuild.store.client import Client, download
+from envbuild.store.client import Client, download, from_vault
 from envbuild.store.sources import local_files, remote_sources
 from envbuild.store.store import Store
 
@@ -132,6 +132,12 @@ def locate_archive(
     answers, found_sums = list[str](), list[str]()
     store.folder("partial")
     client = Client(pip, env)
+
+    def answer(source: str, reason: str) -> None:
+        answers.append(f"{source}: {reason}")
+
+    if path := from_vault({archive.sha256}, store, answer, kind=KIND, named=lambda _: archive.name):
+        return path
     git = archive.url.startswith(_GIT)
     urls = (
         site.mirrored(archive.url.removeprefix(_GIT))

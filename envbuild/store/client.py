@@ -9,12 +9,13 @@ import hashlib
 import io
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from envbuild.base.errors import BuildError
 from envbuild.base.progress import OnProgress, transfer
 from envbuild.base.workers import each
 from envbuild.cache.download import locked_partial, open_download
@@ -159,6 +160,26 @@ class Client:
         """Request `url` once, without reading the body."""
         self._answer(url, {}).close()
 
+    def size(self, url: str) -> int | None:
+        """Return the size of the file at `url`, None if the server does not state it, without reading the file."""
+        if url.startswith("file:"):
+            try:
+                return path_of(url).stat().st_size
+            except OSError as error:
+                raise NotFound(f"cannot be read: {error.strerror}") from None
+
+        def ask(method: str = "HEAD") -> int | None:
+            with self._answer(url, {"Accept-Encoding": "identity"}, method=method) as response:
+                length = response.headers.get("Content-Length", "")
+                return int(length) if re.fullmatch(r"\d{1,18}", length) else None
+
+        try:
+            return with_retries(ask, self._http.transport.retries, self.stop)
+        except RequestFailed as error:
+            if error.status not in (405, 501):  # the server has no HEAD
+                raise
+            return ask("GET")
+
     def download(
         self, url: str, partial: Path, hashes: frozenset[str], on_progress: OnProgress, size: int | None = None
     ) -> str:
@@ -176,9 +197,9 @@ class Client:
                 on_progress(-download.received)  # the next source counts them again
                 raise
 
-    def _answer(self, url: str, headers: Mapping[str, str], ok: int = 200) -> requests.Response:
+    def _answer(self, url: str, headers: Mapping[str, str], ok: int = 200, method: str = "GET") -> requests.Response:
         plain, credentials = split_credentials(url)
-        response = self._http.send("GET", plain, headers, credentials=credentials)
+        response = self._http.send(method, plain, headers, credentials=credentials)
         if response.status_code < 300 or response.status_code == ok:
             return response
         with response:
@@ -242,6 +263,8 @@ def fetch_each(
     total: int | None = None,
 ) -> dict[Wanted, Path]:
     """Return the file that `fetch` finds for each of `missing`, in parallel; `total` is in bytes, None if unknown."""
+    if not missing:
+        return {}
     with transfer(title, total) as on_progress:
         paths = each(missing, lambda item, _: fetch(item, on_progress), _PARALLEL, client.stop)
     return {item: path for item, path in zip(missing, paths, strict=True) if path is not None}
@@ -271,3 +294,53 @@ def download(
             return store.adopt(path, digest, name, kind)
     except OSError as error:
         raise store.unwritable(error) from error
+
+
+def from_vault(
+    hashes: Iterable[str],
+    store: Store,
+    answer: Callable[[str, str], object],
+    *,
+    kind: str = "",
+    named: Callable[[Path], str] = lambda file: file.name,
+    size: int | None = None,
+    on_progress: OnProgress = lambda _count: None,
+    stop: threading.Event | None = None,
+) -> Path | None:
+    """Return a file with one of `hashes` (sha256, hexadecimal), brought from the store's vault; None without one.
+
+    It goes to the folder `kind` of the store under the name that `named` returns, or to the blobs for "". `named`
+    raises ValueError for another file than the expected one. `answer` is called with the vault's name and the reason
+    for None. Raises BuildError when the store cannot be written.
+    """
+    if (vault := store.vault) is None:
+        return None
+    reasons, stop = [], stop or threading.Event()
+    for sha256 in sorted(hashes):
+        digest = f"sha256:{sha256}"
+        try:
+            own = store.folder("partial") / sha256 if kind else store.blobs.partial(digest)
+            with locked_partial(own, stop) as partial:
+                if not kind and (place := store.blobs.path(digest)).is_file() and store.digests.keep(place, sha256):
+                    return place  # another process was faster
+                vault.fetch(sha256, partial, store.digests, on_progress, stop, size)
+                if not kind:
+                    return store.blobs.adopt(partial, digest)
+                try:
+                    return store.adopt(partial, sha256, named(partial), kind)
+                except (ValueError, BuildError):
+                    partial.unlink(missing_ok=True)
+                    raise
+        except NotFound:
+            reasons.append("not there")
+        except Mismatch as error:
+            reasons.append(f"hash mismatch: {digest} has sha256:{error.sha256}")
+        except RequestFailed as error:
+            reasons.append(str(error))
+            vault.failed(error)
+        except ValueError as error:
+            reasons.append(str(error))
+        except OSError as error:
+            raise store.unwritable(error) from error
+    answer(f"vault {vault.name}", "; ".join(dict.fromkeys(reasons)))
+    return None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,11 @@ KINDS = {
     "conda": ("conda/images/{}.json",),
     "recipe": ("partial/recipe-{}.json",),
 }
+# Further files of an entry, by its kind; HEX is the file's sha256. A lock's are its inputs, and its recipes.
+_FURTHER = {
+    "layer": "blobs/sha256/HEX",
+    "lock": r"blobs/sha256/HEX|(wheels|conda/archives|sources)/HEX/[^/]+|recipes/[0-9a-f]{64}/.+",
+}
 FILE_TYPE = "application/vnd.envbuild.file.v1"
 _PREDICATE = "urn:envbuild:cache-entry:1"
 _TITLE, _SIGNATURE, _SECONDS = "org.opencontainers.image.title", "org.envbuild.signature", "org.envbuild.seconds"
@@ -50,7 +56,7 @@ def key_of(kind: str, inputs: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """A result in the store: its `kind`, a key of KINDS, and the digest of its inputs."""
+    """A result in the store: its `kind` in KINDS, or "lock", and the digest of its inputs, or of the lock."""
 
     kind: str
     key: str
@@ -68,7 +74,7 @@ class CacheEntry:
     @property
     def files(self) -> tuple[str, ...]:
         """The files' paths in the store."""
-        return tuple(name.format(self.key) for name in KINDS[self.kind])
+        return tuple(name.format(self.key) for name in KINDS.get(self.kind, ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,15 +194,18 @@ def read_entry(raw: bytes, entry: CacheEntry, signers: Sequence[Key] = ()) -> tu
         bundle = annotations.get(_SIGNATURE)
     except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"its manifest is invalid: {error!r:.80}") from error
-    blobs = [file for file in files.values() if file.name == f"blobs/sha256/{file.digest.partition(':')[2]}"]
-    if files.keys() != {*entry.files, *(blob.name for blob in blobs)} or len(files) != len(manifest["layers"]):
+    further = [file for file in files.values() if is_further(file, entry)]
+    if files.keys() != {*entry.files, *(file.name for file in further)} or len(files) != len(manifest["layers"]):
         raise ValueError("it has other files")
-    if blobs and entry.kind != "layer":
-        raise ValueError("it has a blob")
     if signers:
         _check_signature(bundle, entry, list(files.values()), signers)
-    ordered = [*blobs, *(files[name] for name in entry.files)]
+    ordered = [*further, *(files[name] for name in entry.files)]
     return ordered, seconds if 0 <= seconds < 1e6 else 0.0
+
+
+def is_further(file: EntryFile, entry: CacheEntry) -> bool:
+    form = _FURTHER.get(entry.kind, "").replace("HEX", file.digest.partition(":")[2])
+    return re.fullmatch(form, file.name) is not None and ".." not in file.name.split("/")
 
 
 def _read_file(row: Mapping[str, Any]) -> EntryFile:
@@ -218,12 +227,5 @@ def _check_signature(bundle: Any, entry: CacheEntry, files: Sequence[EntryFile],
     if by is None:
         raise ValueError("no signer of the cache has signed it")
     expected = json.loads(_statement(entry, files))
-    rows = {row["name"]: row["digest"] for row in signed_statement["subject"]}
-    same = rows == {row["name"]: row["digest"] for row in expected["subject"]} and len(rows) == len(
-        signed_statement["subject"]
-    )
-    if not same or (signed_statement["predicateType"], signed_statement["predicate"]) != (
-        expected["predicateType"],
-        expected["predicate"],
-    ):
+    if any(signed_statement.get(key) != expected[key] for key in ("subject", "predicateType", "predicate")):
         raise ValueError("its signature belongs to another entry")

@@ -14,7 +14,7 @@ from envbuild.base.masking import redact
 from envbuild.base.progress import OnProgress, reuse
 from envbuild.cache.http import Mismatch, RequestFailed
 from envbuild.site.pip_config import PipConfig
-from envbuild.store.client import Client, download, fetch_each, path_of
+from envbuild.store.client import Client, download, fetch_each, from_vault, path_of
 from envbuild.store.sources import PackageSource, local_files, matches, remote_sources, single_file
 from envbuild.store.store import Store
 
@@ -142,7 +142,7 @@ def locate_wheels(
                 sources[wheel] = sources_of(wheel.name)
             except KeyError as error:
                 answers[wheel].append(SourceAnswer(f"index {error.args[0]!r}", "not named in [indexes] of site.toml"))
-        return _download_wheels(sources, answers, store, Client(pip, env))
+        return download_wheels(sources, answers, store, Client(pip, env))
 
     hint = (
         "run it once without --offline, put the wheels into a folder that pip's find-links names, or build from a "
@@ -167,15 +167,7 @@ def fetch_archives(
         return store.find(ARCHIVES, archive.sha256, archive.name.__eq__) or _at_file_urls(archive, store, site, answers)
 
     def remote(missing: Sequence[CondaArchive], answers: Answers[CondaArchive]) -> dict[CondaArchive, Path]:
-        if not offline:
-            return _download_archives(missing, answers, store, Client(pip, env), site)
-        for conda_archive in missing:
-            answers[conda_archive].append(
-                SourceAnswer(
-                    redact(conda_archive.url.rsplit("/", 2)[0]), "not asked, --offline", redact(conda_archive.url)
-                )
-            )
-        return {}
+        return download_archives(missing, answers, store, Client(pip, env), site, offline)
 
     bundle = "build from a bundle that another host makes: `envbuild bundle RECIPE --kind conda`"
     hint = (
@@ -281,7 +273,7 @@ def _at_file_urls(archive: CondaArchive, store: Store, site: Site, answers: list
     return None
 
 
-def _download_wheels(
+def download_wheels(
     sources: Mapping[WantedWheel, Sequence[PackageSource]],
     answers: Answers[WantedWheel],
     store: Store,
@@ -289,9 +281,27 @@ def _download_wheels(
     *,
     again: bool = False,
 ) -> dict[WantedWheel, Path]:
+    """Return the file of each wheel that the vault or one of its `sources` has; add the answers of the others."""
+
     def fetch(wheel: WantedWheel, on_progress: OnProgress) -> Path | None:
         hashes, source_answers = wheel.hashes, answers[wheel]
         known = partial(stored_wheel, wheel, store)
+
+        def named(file: Path) -> str:
+            assert store.vault is not None
+            if not matches(name := store.vault.wheel_name(file), wheel.name, wheel.version):
+                raise ValueError(f"it has another wheel: {name!r:.120}")
+            return name
+
+        def answer(source: str, reason: str) -> None:
+            source_answers.append(SourceAnswer(source, reason))
+
+        if not again and (
+            path := from_vault(
+                hashes, store, answer, kind="wheels", named=named, on_progress=on_progress, stop=client.stop
+            )
+        ):
+            return path
         for source in sources[wheel]:
             try:
                 links = source.links(wheel.name, client)
@@ -326,23 +336,37 @@ def _download_wheels(
             and (asked := [source for source in sources[wheel] if source.forget_without(wheel.name, wheel.version)])
         }
     )
-    return paths | _download_wheels(stale, answers, store, client, again=True) if stale else paths
+    return paths | download_wheels(stale, answers, store, client, again=True) if stale else paths
 
 
-def _download_archives(
-    missing: Sequence[CondaArchive], answers: Answers[CondaArchive], store: Store, client: Client, site: Site
+def download_archives(
+    missing: Sequence[CondaArchive],
+    answers: Answers[CondaArchive],
+    store: Store,
+    client: Client,
+    site: Site,
+    offline: bool,
 ) -> dict[CondaArchive, Path]:
+    """Return the file of each package that the vault, a mirror or its channel has; add the answers of the others."""
     # Channels that failed for every request; without this, sixty packages would wait sixty times for a dead one.
     down: dict[str, str] = {}
 
     def fetch(archive: CondaArchive, on_progress: OnProgress) -> Path | None:
         name, sha256, source_answers = archive.name, archive.sha256, answers[archive]
         known = partial(store.find, ARCHIVES, sha256, name.__eq__)
+
+        def note(source: str, reason: str) -> None:
+            source_answers.append(SourceAnswer(source, reason))
+
+        if path := from_vault(
+            {sha256}, store, note, kind=ARCHIVES, named=lambda _: name, on_progress=on_progress, stop=client.stop
+        ):
+            return path
         for url in (url for url in site.mirrored(archive.url) if not url.startswith("file:")):
             channel = url.rsplit("/", 2)[0]  # or its mirror
             answer = partial(SourceAnswer, redact(channel), address=redact(url))
-            if channel in down:
-                source_answers.append(answer(down[channel]))
+            if offline or channel in down:
+                source_answers.append(answer(down.get(channel, "not asked, --offline")))
                 continue
             try:
                 return download(url, name, archive.hashes, sha256, known, client, store, on_progress, ARCHIVES)

@@ -14,28 +14,30 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from envbuild.base.atomic import replacing
 from envbuild.base.errors import BuildError, UsageError
-from envbuild.base.files import is_file_name
+from envbuild.base.files import is_file_name, parse_json
 from envbuild.base.packages import digest_of
-from envbuild.base.progress import log
+from envbuild.base.progress import log, transfer
 from envbuild.base.text import human_size
 from envbuild.base.workers import Answer, Workers, each
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.cache.http import NotFound, RequestFailed, Stopped
-from envbuild.image.layout import BlobFiles
-from envbuild.image.model import EMPTY, OCI_MANIFEST, Descriptor
+from envbuild.image.layout import BlobFiles, Blobs
+from envbuild.image.model import EMPTY, OCI_MANIFEST, Descriptor, canonical
 from envbuild.image.reference import parse_reference
 from envbuild.image.registry import Registry, manifest_of, open_registry
 from envbuild.site.pip_config import PipConfig
-from envbuild.site.settings import CACHE, Site
+from envbuild.site.settings import CACHE, VAULT, Site
 from envbuild.store.client import transport_of
 from envbuild.store.entry import FILE_TYPE, KINDS, CacheEntry, EntryFile, read_entry, render_entry
 from envbuild.store.store import Store
 from envbuild.store.usage import recipes
+from envbuild.store.vault import Vault
 
 if TYPE_CHECKING:
     from securesystemslib.signer import Key, Signer
@@ -287,10 +289,9 @@ class RemoteCache:
         """Upload `entry` (see `offer`), and return the bytes that the registry lacked. Raises as `Registry.push`."""
         paths = {name: self.store.root / name for name in entry.files}
         paths |= {f"blobs/sha256/{digest.partition(':')[2]}": self.store.blobs.path(digest) for digest in blobs}
-        files = [_entry_file(name, path, self.store) for name, path in paths.items()]
+        files, places = _files_of(paths, self.store)
         manifest = render_entry(entry, files, seconds, self.signer)
         descriptors = [EMPTY, *(Descriptor(FILE_TYPE, file.digest, file.size) for file in files)]
-        places = {file.digest: paths[file.name] for file in files} | {EMPTY.digest: self._empty()}
         pushed = self.registry.push(
             BlobFiles(places), descriptors, manifest, OCI_MANIFEST, entry.tag, on_progress=self._sent.count
         )
@@ -298,9 +299,6 @@ class RemoteCache:
             for path in paths.values():
                 path.unlink(missing_ok=True)
         return pushed.uploaded_bytes
-
-    def _empty(self) -> Path:
-        return self.store.blobs.path(self.store.blobs.add(b"{}"))
 
     def _count(self, **counts: float) -> None:
         with self._lock:
@@ -320,6 +318,13 @@ class RemoteCache:
             log(f"the cache {name} is not used in this run; missing entries are built here: {why}")
 
 
+def _files_of(paths: Mapping[str, Path], store: Store) -> tuple[list[EntryFile], dict[str, Path]]:
+    """Return the files of an entry, by path in the store, as they are in its manifest, and each file by its digest."""
+    files = [_entry_file(name, path, store) for name, path in paths.items()]
+    empty = store.blobs.path(store.blobs.add(b"{}"))  # the configuration of the manifest
+    return files, {EMPTY.digest: empty, **{file.digest: paths[file.name] for file in files}}
+
+
 def _entry_file(name: str, path: Path, store: Store) -> EntryFile:
     size = path.stat().st_size
     if size <= _INLINE:
@@ -328,26 +333,27 @@ def _entry_file(name: str, path: Path, store: Store) -> EntryFile:
     return EntryFile(name, f"sha256:{store.digests.of(path)}", size)
 
 
-_URL, _MODE, _KEY, _PASSPHRASE = (
-    "ENVBUILD_CACHE",
-    "ENVBUILD_CACHE_MODE",
-    "ENVBUILD_CACHE_KEY",
-    "ENVBUILD_KEY_PASSPHRASE",
-)
-_MODES = ("read", "write", "readwrite")
+_KEY, _PASSPHRASE = "ENVBUILD_CACHE_KEY", "ENVBUILD_KEY_PASSPHRASE"
+# Of the cache and of the vault, by their key in site.toml: the form of their names, and the modes.
+_FORMS = {"cache": (CACHE, ("read", "write", "readwrite")), "vault": (VAULT, ("read", "readwrite"))}
 # A cache is an optimization: a slow answer must not cost more than the work that it saves.
 _TIMEOUT_S, _RETRIES = 10.0, 1
+_KEPT, _LOCK = "org.opencontainers.image.created", "org.envbuild.lock"
 
 
-def cache_of(site: Site, env: Mapping[str, str]) -> tuple[str, str]:
-    """Return the URL of the cache, "" for none, and its mode: the environment's or the site's. Raises UsageError."""
-    url, mode = env.get(_URL, site.cache), env.get(_MODE, site.cache_mode)
-    if not re.fullmatch(CACHE, url):  # never repeated: it may hold a password
+def cache_of(site: Site, env: Mapping[str, str], key: str = "cache") -> tuple[str, str]:
+    """Return the URL of the cache, or of the "vault", "" for none, and its mode: the environment's or the site's.
+
+    Raises UsageError.
+    """
+    name, (form, modes) = f"ENVBUILD_{key.upper()}", _FORMS[key]
+    url, mode = env.get(name, getattr(site, key)), env.get(f"{name}_MODE", getattr(site, f"{key}_mode"))
+    if not re.fullmatch(form, url):  # never repeated: it may hold a password
         raise UsageError(
-            f"{_URL}: not a repository of a registry", "such as oci://registry.example.org/team/cache, without a tag"
+            f"{name}: not a repository of a registry", f"such as oci://registry.example.org/team/{key}, without a tag"
         )
-    if mode not in _MODES:
-        raise UsageError(f"{_MODE}={mode}: expected one of {', '.join(_MODES)}")
+    if mode not in modes:
+        raise UsageError(f"{name}_MODE={mode}: expected one of {', '.join(modes)}")
     return url, mode
 
 
@@ -371,21 +377,76 @@ def open_remote(site: Site, pip: PipConfig, env: Mapping[str, str], store: Store
         return None
     registry = registry_of(url.removeprefix("oci://"), site, pip, env, hurried=True)
     writes = mode != "read"
-    names, key = site.trust.cache_signers, env.get(_KEY)
-    signers, signer = [], None
-    if names or key:
-        from envbuild.trust.keys import load_public, load_signer
+    return RemoteCache(registry, store, mode != "write", writes, *signing(site, env, writes=writes))
 
-        signers = [load_public(Path(name)) for name in names]
-        if writes and not key:
-            raise UsageError(
-                f"the cache needs signed entries ([trust] cache_signers), and {_KEY} is not set",
-                f"set {_KEY} to the file of the private key, or ENVBUILD_CACHE_MODE=read",
-            )
-        if writes and key:
-            public = Path(names[0]) if names else None
-            signer = load_signer(key, public, lambda: env.get(_PASSPHRASE, ""), option=_KEY)
-    return RemoteCache(registry, store, mode != "write", writes, signers, signer)
+
+def signing(site: Site, env: Mapping[str, str], *, writes: bool) -> tuple[list[Key], Signer | None]:
+    """Return the keys of which one must have signed each entry, and the signer of new ones. Raises UsageError."""
+    names, key = site.trust.cache_signers, env.get(_KEY)
+    if not (names or key):
+        return [], None
+    from envbuild.trust.keys import load_public, load_signer  # most caches have no signed entries
+
+    signers = [load_public(Path(name)) for name in names]
+    if writes and not key:
+        raise UsageError(
+            f"the cache needs signed entries ([trust] cache_signers), and {_KEY} is not set",
+            f"set {_KEY} to the file of the private key, or ENVBUILD_CACHE_MODE=read",
+        )
+    signer = None
+    if writes and key:
+        public = Path(names[0]) if names else None
+        signer = load_signer(key, public, lambda: env.get(_PASSPHRASE, ""), option=_KEY)
+    return signers, signer
+
+
+def open_vault(site: Site, pip: PipConfig, env: Mapping[str, str], *, offline: bool = False) -> Vault | None:
+    """Return the vault of the site or of ENVBUILD_VAULT, None without one; if `offline`, one in a folder alone.
+
+    Raises UsageError for a faulty setting.
+    """
+    url, _ = cache_of(site, env, "vault")
+    if url.startswith("oci://"):
+        return None if offline else Vault(url, registry_of(url.removeprefix("oci://"), site, pip, env))
+    return Vault(url, Blobs(Path(url.removeprefix("oci:")).expanduser().absolute() / "blobs")) if url else None
+
+
+def keep_inputs(
+    vault: Vault, lock: str, paths: Mapping[str, Path], store: Store, signers: Sequence[Key], signer: Signer | None
+) -> tuple[int, int]:
+    """Add the inputs of the builds of a lock to the vault; return their bytes, and those that the vault lacked.
+
+    `lock` is its digest, `paths` has the files by their names in store/entry.py. Files that the vault's entry of this
+    lock has stay in it, unless the vault has lost them. Raises BuildError.
+    """
+    entry = CacheEntry("lock", lock.partition(":")[2])
+    files, places = _files_of(paths, store)
+    with suppress(BuildError):  # an invalid entry is replaced
+        old = [file for file in kept_inputs(vault, lock, signers)[0] if file.name not in paths]
+        lost = each(
+            old, lambda file, stop: file.content is None and vault.lacks(file.digest, file.size, stop), _PARALLEL
+        )
+        files += [file for file, is_lost in zip(old, lost, strict=True) if not is_lost]
+    manifest = parse_json(render_entry(entry, files, 0.0, signer))
+    # With its lock, no two entries have one manifest, which a registry could remove only for both.
+    manifest["annotations"] |= {_KEPT: f"{datetime.now(UTC):%Y-%m-%dT00:00:00Z}", _LOCK: lock}
+    sizes = {file.digest: file.size for file in files}
+    with transfer(f"keeping {entry.tag[:17]} in {vault.name}", sum(sizes.values())) as on_progress:
+        return sum(sizes.values()), vault.publish(canonical(manifest), entry.tag, places, on_progress)
+
+
+def kept_inputs(vault: Vault, lock: str, signers: Sequence[Key]) -> tuple[list[EntryFile], str]:
+    """Return the inputs of the builds of a lock that the vault has, [] for none, and the day of their last push.
+
+    Raises BuildError, also for an invalid entry, and for one without a signature of `signers`, if there are any.
+    """
+    entry = CacheEntry("lock", lock.partition(":")[2])
+    if (raw := vault.manifest(entry.tag)) is None:
+        return [], ""
+    try:
+        return read_entry(raw, entry, signers)[0], str(parse_json(raw)["annotations"][_KEPT])
+    except (ValueError, KeyError, TypeError) as error:
+        raise BuildError(f"the vault's {entry.tag} is refused: {error}", "keep it again: envbuild vault push") from None
 
 
 _PARALLEL = 4

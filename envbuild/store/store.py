@@ -43,6 +43,7 @@ from envbuild.cache.hashed import Digests
 if TYPE_CHECKING:
     from envbuild.image.layout import Blobs
     from envbuild.store.entry import ResultCache
+    from envbuild.store.vault import Vault
 
 _STALE_S = 7 * 86400
 # The folders in which `replacing`, blobs and `file_lock` write; a kill leaves files called .new-* or *.lock there.
@@ -83,12 +84,13 @@ _WORKING = (
 class Store:
     """Store at `root`. Its folders are created on first use. `seen` has the paths that this process has used.
 
-    `remote` is the team's cache, if a run has one. `first` is called before the first folder is created.
+    `remote` and `vault` are the team's, if a run has them. `first` is called before the first folder is created.
     """
 
     root: Path
     seen: set[str] = field(default_factory=set, compare=False, repr=False)
     remote: ResultCache | None = field(default=None, compare=False, repr=False)
+    vault: Vault | None = field(default=None, compare=False, repr=False)
     first: list[Callable[[], None]] = field(default_factory=list, compare=False, repr=False)
 
     @property

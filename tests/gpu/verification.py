@@ -64,8 +64,8 @@ def _envbuild(about: dict[str, Any]) -> list[str]:
 def _of_bundle(context: Context) -> dict[str, str]:
     """Return the variables of the bundle's envbuild, or of the checkout's if the bundle has none."""
     own = Path(context.bundle, "envbuild")
-    store = f"{context.bundle}/store"
-    return clean_environment(ENVBUILD_STORE=store, PYTHONPATH=str(own if own.is_dir() else TOP))
+    store, vault = f"{context.bundle}/store", f"oci:{context.bundle}"
+    return clean_environment(ENVBUILD_STORE=store, ENVBUILD_VAULT=vault, PYTHONPATH=str(own if own.is_dir() else TOP))
 
 
 def artifact(context: Context) -> Seen:

@@ -34,7 +34,7 @@ from envbuild.base.host import parse_mounts
 from envbuild.base.masking import masked_text, redact
 from envbuild.base.toml import Document
 from envbuild.build import conda
-from envbuild.bundle import read_bundle
+from envbuild.build.bundle import read_bundle
 from envbuild.cache import hashed
 from envbuild.cache.http import RequestFailed, retry_after, split
 from envbuild.contract import conda_meta as conda_survey
@@ -62,7 +62,7 @@ from envbuild.jobcheck.diagnose.read import job_number, merged, read_logs, read_
 from envbuild.jobcheck.diagnose.rules import load_rules
 from envbuild.layers import source_files
 from envbuild.layers.conda_package import read_info
-from envbuild.layers.wheel import Scheme, entry_point_scripts, wheel_record, wheel_title, wheel_tree
+from envbuild.layers.wheel import Scheme, entry_point_scripts, wheel_record, wheel_tree
 from envbuild.lock import conda_format, format, image
 from envbuild.lock.lifecycle import read_lock_file
 from envbuild.recipe.load import load_recipe
@@ -72,6 +72,7 @@ from envbuild.site.pip_config import PipConfig, load_pip_config
 from envbuild.site.settings import Site, load_site
 from envbuild.store.sources import matches, read_page
 from envbuild.store.store import Store
+from envbuild.store.vault import wheel_title
 from envbuild.trust.bundle import opened, sign, statement
 
 TOP = Path(__file__).parents[2]
@@ -561,7 +562,8 @@ def _wheel(path: Path) -> None:
         if content is not None:
             _drain(content)
     wheel_record(path, SCHEME)
-    wheel_title(path)
+    with suppress(ValueError):
+        wheel_title(path)
 
 
 def _conda_packages(form: Any, ending: str) -> Callable[[Path], Seeds]:

@@ -22,8 +22,8 @@ from envbuild.debian.defaults import default_packages, default_without, load_rul
 from envbuild.debian.lock import DEBIAN_ARCH, DebianLock, from_table
 from envbuild.debian.release import archives, debian_client, host_archives
 from envbuild.debian.rootfs import debian_tree, merged
-from envbuild.image.layout import Blobs
 from envbuild.site.pip_config import load_pip_config
+from envbuild.store.store import Store
 
 MTIME = 1_700_000_000
 TYPES = {"file": tarfile.REGTYPE, "dir": tarfile.DIRTYPE, "symlink": tarfile.SYMTYPE, "hardlink": tarfile.LNKTYPE}
@@ -75,7 +75,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Base]
     @lru_cache
     def make(suite: str, arch: str) -> Base:
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        client, blobs = (debian_client(load_pip_config(os.environ), os.environ), Blobs(folder / "blobs"))
+        client, store = (debian_client(load_pip_config(os.environ), os.environ), Store(folder))
         began = time.monotonic()
         lock = resolve_base(
             suite,
@@ -84,10 +84,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Base]
             arch,
             archives=archives(suite, now),
             client=client,
-            blobs=blobs,
+            blobs=store.blobs,
         )
         resolved = time.monotonic()
-        debs = fetch_debs(lock, blobs, archives(suite, lock.date), client)
+        debs = fetch_debs(lock, store, archives(suite, lock.date), client)
         fetched = time.monotonic()
         made = Base(lock, debs, folder / f"{suite}-{arch}.tar", folder / f"{suite}-{arch}")
         made.write(made.tar)

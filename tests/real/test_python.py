@@ -17,9 +17,9 @@ from lab.python_mirror import PythonMirror, python_mirror
 from lab.wheels import make_recipe, make_wheel
 
 from envbuild.base.progress import log
+from envbuild.build import image
 from envbuild.image.entry import FILE, Entry
 from envbuild.interpreter import read_python
-from envbuild.layers import image_python
 from envbuild.layers.bytecode import compiler_of, with_bytecode
 from envbuild.lock.base import image_lock
 from envbuild.recipe.load import load_recipe
@@ -109,9 +109,9 @@ def test_the_image_s_own_python_compiles_as_the_host_s_would(
     lock = image_lock(loaded, target).inspect().lock
     assert lock is not None and layout["command"]
     for of_this_host in ("find_python", "own_python"):
-        monkeypatch.setattr(image_python, of_this_host, lambda *_: None)
+        monkeypatch.setattr(image, of_this_host, lambda *_: None)
     with with_tmpdir(environment) as running:
-        own = image_python.image_compiler(lock, "3.11", running, conda=False, offline=True, log=log)
+        own = image.image_compiler(lock, "3.11", running, conda=False, offline=True, log=log)
     assert own is not None and own.version.startswith("3.11.")
     sources = [path for path in sorted(Path(json.__file__).parents[1].glob("*.py")) if path.stat().st_size < 1 << 20]
 

@@ -16,9 +16,9 @@ from envbuild.debian.base import fetch_debs
 from envbuild.debian.defaults import default_packages, default_without
 from envbuild.debian.lock import ARCHIVES, DebianLock, LockedDeb, from_table
 from envbuild.debian.release import DebianSuite
-from envbuild.image.layout import Blobs
 from envbuild.site.pip_config import PipConfig
 from envbuild.store.client import Client
+from envbuild.store.store import Store
 
 locked = st.builds(
     LockedDeb,
@@ -79,7 +79,7 @@ def test_a_faulty_table_is_named_with_its_fault(change: dict[str, Any], message:
 CONTENT = {"one+x": b"first", "two": b"second" * 1000}
 
 
-def world(tmp_path: Path, *roots: str) -> tuple[DebianLock, Blobs, list[DebianSuite], Client]:
+def world(tmp_path: Path, *roots: str) -> tuple[DebianLock, Store, list[DebianSuite], Client]:
     """A lock of two packages, an empty store, and mirrors of folders that are still empty."""
     debs = []
     for name, data in CONTENT.items():
@@ -92,7 +92,7 @@ def world(tmp_path: Path, *roots: str) -> tuple[DebianLock, Blobs, list[DebianSu
         for root in roots
         for suite in ("bookworm", "bookworm-updates", "bookworm-security")
     ]
-    return lock, Blobs(tmp_path / "blobs"), archives, Client(PipConfig(retries=0), {})
+    return lock, Store(tmp_path), archives, Client(PipConfig(retries=0), {})
 
 
 def put(folder: Path, **content: bytes) -> None:
@@ -102,28 +102,28 @@ def put(folder: Path, **content: bytes) -> None:
 
 
 def test_packages_are_fetched_once_and_kept(tmp_path: Path) -> None:
-    lock, blobs, archives, client = world(tmp_path, "mirror")
+    lock, store, archives, client = world(tmp_path, "mirror")
     put(tmp_path / "mirror")
-    paths = fetch_debs(lock, blobs, archives, client)
+    paths = fetch_debs(lock, store, archives, client)
     assert [path.read_bytes() for path in paths] == list(CONTENT.values())
-    assert fetch_debs(lock, blobs, [], client) == paths
-    assert not [p for p in (blobs.root / "partial").iterdir() if p.suffix != ".lock"]
+    assert fetch_debs(lock, store, [], client) == paths
+    assert not [p for p in (store.blobs.root / "partial").iterdir() if p.suffix != ".lock"]
 
 
 def test_a_mirror_with_other_content_is_never_used(tmp_path: Path) -> None:
-    lock, blobs, archives, client = world(tmp_path, "bad", "good")
+    lock, store, archives, client = world(tmp_path, "bad", "good")
     put(tmp_path / "bad", two=b"evil")
     put(tmp_path / "good")
-    paths = fetch_debs(lock, blobs, archives, client)
+    paths = fetch_debs(lock, store, archives, client)
     assert [path.read_bytes() for path in paths] == list(CONTENT.values())
 
 
 def test_a_package_that_nobody_has_is_named_with_every_answer(tmp_path: Path) -> None:
-    lock, blobs, archives, client = world(tmp_path, "bad", "none")
+    lock, store, archives, client = world(tmp_path, "bad", "none")
     put(tmp_path / "bad", two=b"evil")
     secret = DebianSuite("http://user:geheim@127.0.0.1:9/debian", "bookworm-security")
     with pytest.raises(BuildError) as caught:
-        fetch_debs(lock, blobs, [*archives, secret], client)
+        fetch_debs(lock, store, [*archives, secret], client)
     message = caught.value.message
     evil = hashlib.sha256(b"evil").hexdigest()
     assert re.search(rf"two 1\+b1 \(amd64\): no archive has pool/two.* with sha256:{lock.packages[1].sha256}", message)
@@ -131,23 +131,23 @@ def test_a_package_that_nobody_has_is_named_with_every_answer(tmp_path: Path) ->
     assert message.count("not there") == 1 and "refused" in message
     assert "geheim" not in message and "one+x" not in message
     # What arrived is kept, what was wrong is not.
-    assert blobs.path(f"sha256:{lock.packages[0].sha256}").is_file()
-    assert not blobs.path(f"sha256:{evil}").exists()
+    assert store.blobs.path(f"sha256:{lock.packages[0].sha256}").is_file()
+    assert not store.blobs.path(f"sha256:{evil}").exists()
 
 
 def test_a_cut_download_is_gone_on_with(tmp_path: Path) -> None:
-    lock, blobs, archives, client = world(tmp_path, "mirror")
+    lock, store, archives, client = world(tmp_path, "mirror")
     put(tmp_path / "mirror")
-    blobs.partial(f"sha256:{lock.packages[1].sha256}").write_bytes(b"secon")
-    assert fetch_debs(lock, blobs, archives, client)[1].read_bytes() == CONTENT["two"]
+    store.blobs.partial(f"sha256:{lock.packages[1].sha256}").write_bytes(b"secon")
+    assert fetch_debs(lock, store, archives, client)[1].read_bytes() == CONTENT["two"]
 
 
 def test_a_store_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     lock, _, archives, client = world(tmp_path, "mirror")
     put(tmp_path / "mirror")
     (tmp_path / "file").write_text("")
-    with pytest.raises(BuildError, match=r"cannot write .*file/x/partial: Not a directory"):
-        fetch_debs(lock, Blobs(tmp_path / "file/x"), archives, client)
+    with pytest.raises(BuildError, match=r"cannot write .*file/x/blobs: Not a directory"):
+        fetch_debs(lock, Store(tmp_path / "file/x"), archives, client)
 
 
 def test_nothing_heavy_is_imported_before_it_is_needed() -> None:

@@ -127,6 +127,75 @@ TAMPERINGS: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
+LOCK = CacheEntry("lock", "c" * 64)
+LOCKED = [
+    EntryFile(f"wheels/{digest_of(DATA)[7:]}/x-1-py3-none-any.whl", digest_of(DATA), len(DATA)),
+    EntryFile(f"recipes/{'e' * 64}/recipe.toml", digest_of(NOTE), len(NOTE), NOTE),
+]
+
+
+def locked(signer: CryptoSigner | None = SIGNER, entry: CacheEntry = LOCK) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(render_entry(entry, LOCKED, 0.0, signer))
+    return value
+
+
+def titled(name: str, row: int = 0) -> Callable[[dict[str, Any]], object]:
+    """Another name of a file; whoever signs may do so, too, so that the name alone is refused."""
+
+    def change(found: dict[str, Any]) -> None:
+        found["layers"][row]["annotations"]["org.opencontainers.image.title"] = name
+        subjects = {file["annotations"]["org.opencontainers.image.title"]: file["digest"] for file in found["layers"]}
+        said = {"kind": "lock", "key": LOCK.key}
+        found["annotations"][SIGNATURE] = sign(statement(subjects, CACHE, said), SIGNER).decode()
+
+    return change
+
+
+HEX = digest_of(DATA)[7:]
+LOCK_TAMPERINGS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "another digest": lambda m: m["layers"][0].update(digest=OTHER_DATA),
+    "another digest and name": lambda m: (
+        titled(f"wheels/{OTHER_DATA[7:]}/x-1-py3-none-any.whl")(m),
+        m["layers"][0].update(digest=OTHER_DATA),
+    ),
+    "the digest of another wheel in its name": titled(f"wheels/{'f' * 64}/x-1-py3-none-any.whl"),
+    "a name that leads outside": titled("../../etc/passwd"),
+    "an absolute name": titled("/etc/passwd"),
+    "a name that leads out of the recipe": titled(f"recipes/{'e' * 64}/../../x", 1),
+    "a recipe without a key": titled("recipes/recipe.toml", 1),
+    "a recipe with a key of another form": titled(f"recipes/{'E' * 64}/recipe.toml", 1),
+    "a recipe that is a folder": titled(f"recipes/{'e' * 64}/", 1),
+    "a wheel in a folder": titled(f"wheels/{HEX}/a/b.whl"),
+    "a wheel without a name": titled(f"wheels/{HEX}/"),
+    "a folder of results": titled(f"layers/{HEX}.json"),
+    "a folder of programs": titled(f"interpreters/{HEX}/bin"),
+    "a blob of another digest": titled(f"blobs/sha256/{'f' * 64}"),
+    "another content of the recipe": lambda m: m["layers"][1].update(data=base64.b64encode(b"x" * len(NOTE)).decode()),
+    "a file twice": lambda m: m["layers"].append(m["layers"][0]),
+    "a file less": lambda m: m["layers"].pop(),
+    "no files": lambda m: m.update(layers=[]),
+    "a file more": lambda m: m["layers"].append(
+        {**m["layers"][0], "annotations": {"org.opencontainers.image.title": f"blobs/sha256/{HEX}"}}
+    ),
+    "another kind": lambda m: m.update(artifactType="application/vnd.envbuild.recipe.v1"),
+    "no signature": lambda m: m["annotations"].pop(SIGNATURE),
+    "another signer": lambda m: m["annotations"].update({SIGNATURE: locked(OTHER)["annotations"][SIGNATURE]}),
+    "the statement of another lock": lambda m: m["annotations"].update(
+        {SIGNATURE: locked(entry=CacheEntry("lock", "d" * 64))["annotations"][SIGNATURE]}
+    ),
+    "the statement of a segment": lambda m: m["annotations"].update({SIGNATURE: manifest()["annotations"][SIGNATURE]}),
+}
+
+
+@pytest.mark.parametrize("name", LOCK_TAMPERINGS)
+def test_a_tampered_entry_of_a_lock_is_refused(name: str) -> None:
+    found = locked()
+    assert [file.name for file in read_entry(json.dumps(found).encode(), LOCK, KEYS)[0]] == [one.name for one in LOCKED]
+    LOCK_TAMPERINGS[name](found)
+    with pytest.raises(ValueError, match=r"."):
+        read_entry(json.dumps(found).encode(), LOCK, KEYS)
+
+
 @pytest.mark.parametrize("name", TAMPERINGS)
 def test_every_tampering_is_refused(name: str) -> None:
     found = manifest()

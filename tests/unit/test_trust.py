@@ -33,6 +33,7 @@ from lab import artifacts
 from sigstore_models.bundle.v1 import Bundle
 
 from envbuild.base.errors import EnvbuildError, UsageError, VerificationError
+from envbuild.build.bundle import FORMAT
 from envbuild.cli.commands import cli
 from envbuild.contract.manifest import write_manifest
 from envbuild.contract.receipt import read_receipt, receipt_path, write_receipt
@@ -403,8 +404,8 @@ def test_the_current_folder_is_an_artifact_with_a_receipt_beside_it(
 
 def make_bundle(folder: Path) -> Path:
     """A folder with the parts of a bundle."""
-    files = {"recipes/lab/recipe.toml": "name", "store/wheels/0/x.whl": "zip", "envbuild/envbuild/__init__.py": ""}
-    about = {"format": 1, "recipe": "lab", "target": "cpu-x86_64", "kinds": ["venv"]}
+    files = {"recipes/lab/recipe.toml": "name", "blobs/sha256/0": "zip", "envbuild/envbuild/__init__.py": ""}
+    about = {"format": FORMAT, "recipe": "lab", "target": "cpu-x86_64", "kinds": ["venv"]}
     for name, text in {**files, "bundle.json": json.dumps(about)}.items():
         (folder / "bundle" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "bundle" / name).write_text(text)
@@ -429,12 +430,12 @@ def test_a_bundle_is_attested_with_all_of_its_files(place: Place) -> None:
 @pytest.mark.parametrize(
     ("name", "tamper"),
     [
-        ("store/wheels/0/x.whl", lambda file: file.write_text("zap")),
+        ("blobs/sha256/0", lambda file: file.write_text("zap")),
         ("recipes/lab/recipe.toml", lambda file: file.unlink()),
         ("envbuild/__pycache__/planted.pyc", lambda file: (file.parent.mkdir(), file.write_text("code"))),
         ("envbuild/envbuild/__init__.py", lambda file: file.chmod(0o4755)),
         ("bundle.json", lambda file: file.write_text(file.read_text().replace("cpu", "gpu"))),
-        ("envbuild.manifest", lambda file: file.write_text(file.read_text().replace("x.whl", "y.whl"))),
+        ("envbuild.manifest", lambda file: file.write_text(file.read_text().replace("sha256/0", "sha256/1"))),
     ],
 )
 def test_a_bundle_that_was_tampered_with_is_refused(place: Place, name: str, tamper: Callable[[Path], Any]) -> None:

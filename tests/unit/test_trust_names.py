@@ -18,8 +18,8 @@ from securesystemslib.signer import CryptoSigner
 
 from envbuild.base.errors import EnvbuildError, RecipeError, UsageError, VerificationError
 from envbuild.base.packages import digest_of
+from envbuild.build.bundle import FILE, FORMAT, attest_bundle
 from envbuild.build.share import ATTESTATIONS
-from envbuild.bundle import FILE, FORMAT, attest_bundle
 from envbuild.cli.commands import cli
 from envbuild.contract.receipt import write_receipt
 from envbuild.image.model import OCI_CONFIG, OCI_MANIFEST, Descriptor, canonical, new_manifest

@@ -18,7 +18,7 @@ from lab.wheels import make_recipe
 
 from envbuild.base.errors import RecipeError, UsageError
 from envbuild.base.packages import top_level
-from envbuild.bundle import make_bundle
+from envbuild.build.bundle import make_bundle
 from envbuild.contract.installed import Distribution, FileReport
 from envbuild.contract.verification import ExpectTable, VerifySettings, parse_settings
 from envbuild.recipe.load import LoadedRecipe, load_recipe

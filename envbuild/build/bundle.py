@@ -1,11 +1,11 @@
-"""An offline bundle: one folder with all inputs of builds of one recipe for one target.
+"""The files that builds of environments read, and an offline bundle of them: one folder for one recipe and target.
 
 A bundle can be copied to a shared file system. Its layout:
 
 bundle.json      recipe, target, artifact kinds and digests of the content
 bundle.sigstore.json    after `envbuild attest`: an attestation of all other files, which envbuild.manifest lists
 recipes/NAME/    the recipe and its locks
-store/           wheels, conda packages and sources by their digests: a store (store/store.py)
+blobs/           wheels, conda packages and sources by their digests: with index.json, a vault (store/vault.py)
 envbuild/        envbuild and its dependencies, for the target's platform and Python
 """
 
@@ -22,26 +22,140 @@ from typing import TYPE_CHECKING, Any
 
 import envbuild
 from envbuild.base import atomic, process
-from envbuild.base.errors import BuildError, UsageError, VerificationError
-from envbuild.base.files import link_or_copy, parse_json
-from envbuild.base.progress import Log
-from envbuild.build.inputs import check_portable, read_by, recipe_files
+from envbuild.base.errors import BuildError, LockError, UsageError, VerificationError
+from envbuild.base.files import parse_json
+from envbuild.base.packages import json_digest
+from envbuild.base.progress import Log, log
+from envbuild.base.text import human_size
+from envbuild.build.image import prepare_image
 from envbuild.build.prepare import prepare
-from envbuild.contract.kinds import ARTIFACTS
+from envbuild.contract.kinds import ARTIFACTS, VENV, FolderArtifact
+from envbuild.contract.kinds import CONDA as CONDA_KIND
 from envbuild.contract.manifest import FILE as MANIFEST
 from envbuild.contract.manifest import list_tree, read_manifest, shown
 from envbuild.environment import Environment
+from envbuild.image.layout import Blobs
+from envbuild.lock.base import base_blobs, has_base
+from envbuild.lock.lifecycle import LockUse
+from envbuild.locks import needed_locks
+from envbuild.plan import Plan
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
+from envbuild.store.archives import KIND as SOURCES
+from envbuild.store.remote import cache_of, keep_inputs, signing
+from envbuild.store.vault import Vault
 
 if TYPE_CHECKING:
+    from envbuild.lock.image import ImageLock
     from envbuild.site.tables import TrustTable
 
-FILE, FORMAT = "bundle.json", 1
+FILE, FORMAT = "bundle.json", 2
 ATTESTATION, PREDICATE = "bundle.sigstore.json", "urn:envbuild:bundle:1"
 # The dependencies of envbuild are installed for this glibc: each has a wheel that needs no newer one.
 _GLIBC = "2.28"
 _LEAST_PYTHON = (3, 11)
+WHEELS, CONDA = "wheels", "conda/archives"
+# A plan, and the lock of the builder image of its source layers.
+LockedPlan = tuple[Plan, "ImageLock | None"]
+
+
+def check_portable(loaded: LoadedRecipe, kind: str) -> None:
+    """Raise UsageError if a build of `loaded` reads own code, or a script outside its folder; `kind` names the use."""
+    if loaded.code is not None:
+        raise UsageError(
+            f"{loaded.code.where}: {kind} has no [project]",
+            "publish the project on an index that every host reaches, and name it in `requirements`",
+        )
+    if loaded.script is not None and not loaded.script[0].resolve().is_relative_to(loaded.folder.resolve()):
+        raise UsageError(
+            f"{loaded.where('verify', 'script')}: {loaded.script[0]} is outside of the recipe's folder",
+            "move the script into the folder of the recipe",
+        )
+
+
+def recipe_files(folder: Path) -> list[Path]:
+    """Return the files below `folder` in order, without caches of Python."""
+    return [path for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
+
+
+def read_by(plan: Plan, environment: Environment, *, offline: bool) -> Iterator[tuple[Path, str]]:
+    """Yield each file that builds of `plan` read, and its path in a store. Raises BuildError for a missing file."""
+    from envbuild.layers.conda_package import locate_conda
+    from envbuild.layers.source_build import fetch_source
+    from envbuild.layers.wheels import fetch_wheels, published_wheels
+
+    for wheel in published_wheels(plan, environment, offline):
+        yield wheel.path, f"{WHEELS}/{wheel.sha256}/{wheel.path.name}"
+    for package, archive in locate_conda(plan.conda, environment, offline=offline):
+        yield archive, f"{CONDA}/{package.sha256}/{archive.name}"
+    for layer in plan.sources:
+        archive = fetch_source(layer, environment, offline=offline)
+        yield archive, f"{SOURCES}/{layer.sha256}/{archive.name}"
+        for path in fetch_wheels((*layer.wheels, *layer.build), environment, layer.indexes, offline=offline):
+            yield path, f"{WHEELS}/{environment.store.file_digest(path)}/{path.name}"
+
+
+def lock_plans(loaded: LoadedRecipe, target: Target, environment: Environment, *, offline: bool) -> list[LockedPlan]:
+    """Return the plans of builds of `loaded` for `target`: each environment, and the image with its builder's lock.
+
+    Plans whose locks are not current are left out. Raises LockError if there is no other one.
+    """
+    use: LockUse = {"locked": True, "offline": offline, "log": lambda _: None, "write": False}
+    others = (loaded.for_python(target, python) for python in loaded.recipe.targets[target.name].pythons)
+    plans: list[LockedPlan] = []
+    faults = []
+    for recipe in filter(None, (loaded, *others)):
+        kinds: list[FolderArtifact | None] = [VENV] * recipe.has_wheels(target)
+        kinds += ([CONDA_KIND] * recipe.has_conda + [None] * has_base(recipe.recipe)) if recipe is loaded else []
+        for kind in kinds:
+            try:
+                if kind is None:
+                    image = prepare_image(recipe, target, environment, bytecode=False, here=False, **use)
+                    plans.append((image.plan, image.builder))
+                else:
+                    about: dict[str, Any] = {"artifact": kind.name, "conda": kind.of_conda}
+                    plans.append((prepare(recipe, target, environment, **about, **use)[0], None))
+            except LockError as error:
+                faults.append(error)
+    if faults and not plans:
+        raise faults[0]
+    return plans
+
+
+def plan_files(loaded: LoadedRecipe, locked: LockedPlan, environment: Environment, *, offline: bool) -> dict[str, Path]:
+    """Return the files that builds of a plan of `loaded` read, and the recipe's own, by their names in store/entry.py.
+
+    They are in the store, or in local find-links. Raises BuildError for an unavailable file.
+    """
+    plan, builder = locked
+    files = {place: path for path, place in read_by(plan, environment, offline=offline)}
+    for base in filter(None, (plan.base, builder)):
+        for digest in base_blobs(base, plan.folder, environment, offline=offline):
+            files[f"blobs/sha256/{digest.partition(':')[2]}"] = environment.store.blobs.path(digest)
+    own = {str(path.relative_to(loaded.folder)): path for path in recipe_files(loaded.folder)}
+    for state in (kind.inspect() for kind in needed_locks(loaded, Target.parse(plan.target))):
+        if state.lock is not None:  # maybe in another folder than the recipe
+            own[state.path.name] = state.path
+    # One lock may be of several recipes, and of one recipe with several locks of its base.
+    key = json_digest([[name, environment.store.file_digest(path)] for name, path in sorted(own.items())])
+    return {**{f"recipes/{key.partition(':')[2]}/{name}": path for name, path in own.items()}, **files}
+
+
+def keep_built(loaded: LoadedRecipe, plans: Sequence[LockedPlan], environment: Environment, *, offline: bool) -> None:
+    """Keep the inputs of builds of `plans` in a vault whose mode is readwrite, but not in a bundle; log a failure."""
+    vault = environment.store.vault
+    if vault is None or cache_of(environment.site, environment.variables, "vault")[1] != "readwrite":
+        return
+    if isinstance(vault.source, Blobs) and (vault.source.root.parent / FILE).exists():
+        return
+    try:
+        signers, signer = signing(environment.site, environment.variables, writes=True)
+        for plan in plans:
+            files = plan_files(loaded, plan, environment, offline=offline)
+            _, sent = keep_inputs(vault, plan[0].lock_digest, files, environment.store, signers, signer)
+            log(f"{vault.name} keeps the {len(files)} files of this build; {human_size(sent)} uploaded")
+    except (BuildError, UsageError) as error:
+        log(f"warning: {vault.name} does not keep the files of this build: {error.message}")
 
 
 def make_bundle(
@@ -97,8 +211,10 @@ def make_bundle(
         with atomic.staged(path) as staged:
             with atomic.writing(staged):
                 shutil.copytree(loaded.folder, staged / "recipes" / loaded.recipe.name)
-                for source, place in read_by([plan for plan, _ in plans], environment, offline=offline):
-                    link_or_copy(source, staged / "store" / place)
+                vault = Vault(f"oci:{path}", Blobs(staged / "blobs"))
+                for plan, _ in plans:
+                    files = {place: file for file, place in read_by(plan, environment, offline=offline)}
+                    keep_inputs(vault, plan.lock_digest, files, environment.store, (), None)
                 if tools:
                     log(f"envbuild {envbuild.__version__} and its dependencies, for Python {python}")
                     _put_tools(staged / "envbuild", target, python, environment, offline)

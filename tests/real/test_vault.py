@@ -1,0 +1,290 @@
+"""A vault in a real registry: what was locked is built from it alone, and no fault of it is a fault of a build."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab import registry as lab_registry
+from lab.fake_registry import Call, fake_registry
+from lab.wheels import make_recipe, make_wheel
+
+from .conftest import NO_DAEMON, Command, tiny_site
+from .test_cache import FAULTS as OF_CACHE
+from .test_cache import keys, through
+
+TARGET = f"cpu-{os.uname().machine}"
+# A server that says nothing for a second is too slow; nothing is tried again.
+PIP = {"PIP_NO_INDEX": "1", "PIP_RETRIES": "0", "PIP_DEFAULT_TIMEOUT": "1"}
+
+
+def slow(call: Call) -> None:
+    call.content()
+    time.sleep(1.5)
+    call.cut()
+
+
+FAULTS = (*OF_CACHE, slow)
+FAKETIME = Path("/usr/lib") / f"{os.uname().machine}-linux-gnu/faketime/libfaketime.so.1"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lab_registry.Lab]:
+    if (reason := lab_registry.missing()) is not None:
+        pytest.skip(reason)
+    with lab_registry.registry(tmp_path_factory.mktemp("registry")) as running:
+        yield running
+
+
+class Team:
+    """A host that has the wheels of two recipes, and one that has the vault at `address` alone."""
+
+    def __init__(self, top: Path, address: str) -> None:
+        self.top, self.address = top, address
+        builder = tiny_site(top, top / "builder")
+        self.builder = Command(top, {**builder.env, **PIP, **self.site("builder")})
+
+    def site(self, name: str, vault: str = "", trust: str = "") -> dict[str, str]:
+        file = self.top / f"{name}.toml"
+        vault = vault or f"oci://{self.address}/{self.top.name}/vault"
+        file.write_text(f'vault = "{vault}"\n[registries."{self.address}"]\ninsecure = true\n{trust}')
+        return {"ENVBUILD_SITE": str(file)}
+
+    def node(self, name: str, **site: str) -> Command:
+        """A host with an empty store, where pip has neither an index nor a folder."""
+        env = {**PIP, "ENVBUILD_STORE": str(self.top / f"store-{name}"), "PIP_FIND_LINKS": ""}
+        return Command(self.top, {**env, **self.site(name, **site)})
+
+    def built(self, command: Command, out: str, *options: str, recipe: str = "one", **env: str) -> str:
+        line = ("venv", recipe, "--locked", "--no-verify", "--out", out, *options)
+        return str(command.json(*line, **env)["digest"])
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheels, and two recipes with their locks."""
+    top = tmp_path_factory.mktemp("locked")
+    noise = random.Random(7).randbytes(300_000)
+    make_wheel(top / "wheels", "alpha", requires=["beta"], files={"alpha/noise": noise})
+    make_wheel(top / "wheels", "beta")
+    for name, needs in (("one", ["alpha"]), ("two", ["beta"])):
+        make_recipe(top / "recipes", name, needs, extra="[verify]\ntrainer = false\n")
+    assert tiny_site(top, top / "store")("lock", "one", "two", "--wheels").returncode == 0
+    return top
+
+
+@pytest.fixture
+def team(tmp_path: Path, server: lab_registry.Lab, locked: Path) -> Team:
+    for part in ("wheels", "recipes"):
+        shutil.copytree(locked / part, tmp_path / part)
+    return Team(tmp_path, server.address)
+
+
+def test_a_host_without_an_index_builds_what_another_kept(team: Team, server: lab_registry.Lab) -> None:
+    wanted = team.built(team.builder, "built")
+    pushed = team.builder.json("vault", "push", "one", "two")["locks"]
+    assert {(row["recipe"], row["target"]) for row in pushed} == {
+        (name, f"cpu-{arch}") for name in ("one", "two") for arch in ("x86_64", "aarch64")
+    }
+    assert sum(row["uploaded_bytes"] for row in pushed) < 1.1 * pushed[0]["bytes"]
+    assert all(row["uploaded_bytes"] == 0 for row in team.builder.json("vault", "push", "one", "two")["locks"])
+    assert team.built(team.node("fresh"), "env") == wanted
+    shown = team.node("other").json("vault", "status")
+    assert [row["missing"] for row in shown["locks"]] == [[]] * 4
+    assert {name for row in shown["locks"] for name in row["of"]} == {
+        f"{name} cpu-{arch} wheels" for name in ("one", "two") for arch in ("x86_64", "aarch64")
+    }
+    assert shown["bytes"] < 0.6 * sum(row["bytes"] for row in shown["locks"])
+    assert all(row["kept"].endswith("T00:00:00Z") for row in shown["locks"])
+
+
+def test_what_upstream_has_lost_is_named_of_recipes_and_of_the_locks_in_the_vault(team: Team) -> None:
+    """Here the only source is a page of find-links."""
+    page = team.top / "index.html"
+    files = sorted(team.top.glob("wheels/*.whl"))
+    hashes = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+    def write(*names: str, yanked: str = "") -> None:
+        rows = (f'<a href="wheels/{name}#sha256={hashes[name]}"{yanked}>{name}</a>' for name in names)
+        page.write_text("".join(rows))
+
+    write(*hashes)
+    asked = Command(team.top, {**team.builder.env, "PIP_FIND_LINKS": page.as_uri()})
+    assert asked.json("vault", "check", "--upstream", "one", "two") == {"files": 2, "lost": []}
+    asked.json("vault", "push", "one")
+    shutil.rmtree(team.top / "recipes")
+    write(files[0].name)
+    done = asked("vault", "check", "--upstream", "--json")
+    assert done.returncode == 5, done.stderr
+    (row,) = json.loads(done.stdout)["lost"]
+    assert row["name"] == "beta 1.0" and row["state"] == "gone" and row["sha256"] == hashes[files[1].name]
+    assert row["of"] == ["one cpu-x86_64", "one cpu-aarch64"] and "not there" in row["answers"][0], row
+    write(*hashes, yanked=' data-yanked="broken"')
+    done = asked("vault", "check", "--upstream")
+    assert done.returncode == 5 and done.stdout.count("yanked") == 2 * 2, done.stdout
+
+
+def test_a_lost_and_a_poisoned_file_are_named_and_never_built_from(team: Team, server: lab_registry.Lab) -> None:
+    team.builder.json("vault", "push", "one", "--target", TARGET)
+    wheel = next(team.top.glob("wheels/alpha*"))
+    blobs = [file for file in server.storage.rglob("data") if file.read_bytes() == wheel.read_bytes()]
+    assert len(blobs) == 1
+    blobs[0].write_bytes(bytes(len(wheel.read_bytes())))
+    done = team.node("poisoned")("venv", "one", "--locked", "--no-verify", "--out", "env")
+    assert done.returncode == 4 and "hash mismatch" in done.stderr and "vault oci://" in done.stderr, done.stderr
+    assert not (team.top / "env").exists()
+    blobs[0].unlink()
+    shown = team.node("lost")("vault", "status", "--json")
+    assert shown.returncode == 5, shown.stderr
+    (row,) = json.loads(shown.stdout)["locks"]
+    assert len(row["missing"]) == 1 and row["missing"][0].endswith(wheel.name)
+    assert team.builder.json("vault", "push", "one", "--target", TARGET)["locks"][0]["uploaded_bytes"] > 300_000
+    assert team.node("again").json("vault", "status")["locks"][0]["missing"] == []
+
+
+def test_entries_of_others_are_refused_where_signers_are_named(team: Team) -> None:
+    private, public = keys(team.top, "ci")
+    other, _ = keys(team.top, "other")
+    trust = f'[trust]\ncache_signers = ["{public}"]\n'
+    done = team.node("unsigned", trust=trust)("vault", "push", "one")
+    assert done.returncode == 2 and "ENVBUILD_CACHE_KEY" in done.stderr
+    builder = Command(team.top, {**team.builder.env, **team.site("signed", trust=trust)})
+    assert builder("vault", "push", "one", ENVBUILD_CACHE_KEY=str(private)).returncode == 0
+    reader = team.node("reader", trust=trust)
+    assert reader("vault", "status").returncode == 0
+    assert team.builder("vault", "push", "one", ENVBUILD_CACHE_KEY=str(other)).returncode == 0
+    done = reader("vault", "status")
+    assert done.returncode == 4 and "no signer of the cache has signed it" in done.stderr, done.stderr
+
+
+def test_a_folder_is_a_vault_too_and_may_be_read_offline(team: Team) -> None:
+    wanted = team.built(team.builder, "built")
+    folder = f"oci:{team.top}/kept"
+    keeper = Command(team.top, {**team.builder.env, **team.site("keeper", vault=folder)})
+    assert team.built(keeper, "again") == wanted and not (team.top / "kept").exists()
+    done = keeper("venv", "one", "--locked", "--no-verify", "--out", "kept-too", ENVBUILD_VAULT_MODE="readwrite")
+    assert done.returncode == 0 and f"{folder} keeps the " in done.stderr, done.stderr
+    (team.top / "kept/bundle.json").write_text("{}")  # a bundle stays as it is
+    done = keeper("venv", "two", "--locked", "--no-verify", "--out", "not-kept", ENVBUILD_VAULT_MODE="readwrite")
+    assert done.returncode == 0 and "keeps the" not in done.stderr, done.stderr
+    (team.top / "kept/bundle.json").unlink()
+    (first,) = keeper.json("vault", "push", "one", "--target", TARGET)["locks"]
+    assert first["bytes"] > 300_000 and first["uploaded_bytes"] == 0
+    keeper.json("vault", "push", "two")
+    index = json.loads((team.top / "kept/index.json").read_text())
+    assert len(index["manifests"]) == 3 and (team.top / "kept/oci-layout").is_file()
+    node = team.node("node", vault=folder)
+    assert team.built(node, "env", "--offline") == wanted
+    assert node.json("vault", "status")["locks"][0]["missing"] == []
+
+
+def test_a_fault_at_any_request_of_a_build_is_no_fault_where_an_index_has_the_files(team: Team) -> None:
+    wanted = team.built(team.builder, "built")
+    team.builder.json("vault", "push", "one", "--target", TARGET)
+    runs = 0
+
+    def build(fault: Callable[[Call, int], bool]) -> int:
+        nonlocal runs
+        runs += 1
+        index = {"PIP_FIND_LINKS": (team.top / "pages/index.html").as_uri()}
+        with fake_registry(through(team.address, fault)) as proxy:
+            insecure = f'[registries."{proxy.address}"]\ninsecure = true\n'
+            node = team.node(f"n{runs}", vault=f"oci://{proxy.address}/{team.top.name}/vault", trust=insecure)
+            assert team.built(Command(node.folder, {**node.env, **index}), f"env{runs}") == wanted
+        return len(proxy.seen)
+
+    (team.top / "pages").mkdir()
+    links = "".join(f'<a href="../wheels/{path.name}">{path.name}</a>' for path in team.top.glob("wheels/*.whl"))
+    (team.top / "pages/index.html").write_text(links)
+    requests = build(lambda _call, _number: False)
+    assert requests == 2
+    for number in range(requests):
+        for wrong in FAULTS[number::requests]:
+            build(lambda call, seen, n=number, w=wrong: seen == n and (w(call), True)[1])  # type: ignore[misc]
+    for wrong in FAULTS[:2]:
+        build(lambda call, _seen, w=wrong: (w(call), True)[1])  # type: ignore[misc]
+
+
+def test_a_fault_at_any_request_of_a_push_leaves_no_entry_without_its_files(team: Team) -> None:
+    runs = 0
+
+    def push(fault: Callable[[Call, int], bool]) -> tuple[int, int]:
+        nonlocal runs
+        runs += 1
+        name = f"vault{runs}"
+        with fake_registry(through(team.address, fault)) as proxy:
+            insecure = f'[registries."{proxy.address}"]\ninsecure = true\n'
+            site = team.site("push", vault=f"oci://{proxy.address}/{team.top.name}/{name}", trust=insecure)
+            done = Command(team.top, {**team.builder.env, **site})("vault", "push", "two", "--target", TARGET)
+        assert done.returncode in (0, 4), done.stderr
+        status = team.node("status", vault=f"oci://{team.address}/{team.top.name}/{name}")("vault", "status", "--json")
+        assert status.returncode == 0, status.stderr
+        locks: list[dict[str, Any]] = json.loads(status.stdout)["locks"]
+        assert len(locks) == 1 or done.returncode == 4, done.stderr
+        return done.returncode, len(proxy.seen)
+
+    status, requests = push(lambda _call, _number: False)
+    assert status == 0 and requests > 4
+    for number in range(0, requests, 2):
+        wrong = FAULTS[number // 2 % len(FAULTS)]
+        push(lambda call, seen, n=number, w=wrong: seen == n and (w(call), True)[1])  # type: ignore[misc]
+    for wrong in FAULTS:
+        assert push(lambda call, _seen, w=wrong: (w(call), True)[1])[0] == 4  # type: ignore[misc]
+
+
+def test_an_environment_is_built_again_from_its_receipt_and_the_vault_alone(team: Team) -> None:
+    built = team.builder.json("venv", "one", "--locked", "--out", "built")
+    team.builder.json("vault", "push", "one")
+    node = team.node("node")
+    shown = node.json("rebuild", built["receipt"])
+    assert shown["verdict"] == "identical" and shown["digest"] == built["digest"], shown
+    # The recipe of today is another one: what counts is the one that was kept.
+    recipe = team.top / "recipes/one/recipe.toml"
+    recipe.write_text(recipe.read_text().replace("alpha", "beta"))
+    assert node.json("rebuild", "built", "--out", "again")["verdict"] == "identical"
+    assert (team.top / "again/bin/python").exists()
+    receipt = json.loads(Path(built["receipt"]).read_text())
+    for part, words in {
+        "lock": "does not have the recipe",
+        "recipe": "does not have",
+        "plan": "the plan here is",
+    }.items():
+        other = {**receipt, part: {**receipt[part], "digest": "sha256:" + "0" * 64}}
+        (team.top / "other.receipt.json").write_text(json.dumps(other))
+        done = node("rebuild", "other")
+        assert done.returncode == 4 and words in done.stderr, done.stderr
+    module = next(team.top.glob("built/lib/python*/site-packages/alpha/__init__.py"))
+    other = {**receipt, "artifact": {**receipt["artifact"], "digest": "sha256:" + "0" * 64}}
+    Path(built["receipt"]).write_text(json.dumps(other))
+    text = module.read_text()
+    module.unlink()  # it may be a link to the store's
+    module.write_text(text + "changed = 1\n")
+    done = node("rebuild", "built")
+    assert done.returncode == 5 and "alpha/__init__.py" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not FAKETIME.exists(), reason="libfaketime (Debian: faketime) is not installed")
+def test_an_image_and_an_environment_are_the_same_ten_years_later(tmp_path: Path, tiny_squash: dict[str, Any]) -> None:
+    """From a vault in a folder alone: lists of Debian have expired then, and 2038 is near."""
+    maker, vault = tiny_squash["command"], {"ENVBUILD_VAULT": f"oci:{tmp_path}/vault"}
+    env = maker.json("venv", "tiny_image", "--locked", "--no-verify", "--out", tmp_path / "now")
+    maker.json("vault", "push", "tiny_image", "--target", TARGET, **vault)
+    later = {"LD_PRELOAD": str(FAKETIME), "FAKETIME": "+3653d"}
+    node = Command(maker.folder, {**PIP, **NO_DAEMON, **vault, **later, "ENVBUILD_STORE": str(tmp_path / "store")})
+    options = ("--locked", "--offline", "--no-verify")
+    assert (
+        node.json("enroot", "tiny_image", *options, "--out", tmp_path / "later.sqsh")["digest"]
+        == (tiny_squash["enroot"]["digest"])
+    )
+    assert node.json("venv", "tiny_image", *options, "--out", tmp_path / "later")["digest"] == env["digest"]
+    clock = subprocess.run(["date", "+%s"], env={**os.environ, **later}, capture_output=True, check=True)
+    assert int(clock.stdout) > time.time() + 9 * 365 * 86400
