@@ -173,8 +173,8 @@ def compose(
         elif statement.kind in ("index", "accelerator") and (tag := _tag(statement)) not in ("", *tags):
             lose(statement, f"no target is for {tag}: choose with --target" if accelerator_of(tag) else _NO_TARGET)
         elif statement.kind == "channel" and not is_conda:
-            lose(statement, "no conda package is in the sources")
-    python = python_version(kept, given, lose, preferred, wheels)
+            lose(statement, "no conda package is carried")
+    python = python_version(kept, given, lose, preferred, wheels, () if is_conda else sorted(tags))
     kept = dict.fromkeys(builds_for(python, kept, gone))
     lose_contradicting(kept, lose)
     pins = _pins(kept, python, targets, lose)

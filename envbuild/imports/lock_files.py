@@ -360,7 +360,7 @@ def read_pipfile(path: Path) -> Iterator[Statement]:
     document = read(path, UsageError)
     for key in ("python_version", "python_full_version"):
         if python := value_at(document.data, "requires", key):
-            yield Statement("python", f"=={python}.*", document.where("requires", key))
+            yield Statement("python", f"=={str(python).removesuffix('.*')}.*", document.where("requires", key))
             break
     for key, value in table_at(document.data, "pipenv").items():
         yield lost(f"{key} = {value}", document.where("pipenv", key), TOOL)

@@ -362,7 +362,7 @@ def poetry_specifier(text: str) -> str | None:
 def _translated(part: str) -> str:
     operator, version = re.fullmatch(r"(\^|~(?!=)|[<>=!~]*)\s*(.*)", part, re.S).groups()  # type: ignore[union-attr]
     numbers = re.match(r"v?(\d{1,9}!)?(\d{1,9}(?:\.\d{1,9})*)", version)
-    if version in ("", "*"):
+    if version in ("", "*", "latest", "@latest"):
         return ""
     if operator not in ("^", "~") or not numbers:
         return f"{operator or '=='}{version}".replace("====", "===")

@@ -79,7 +79,7 @@ _UV_OTHER = (
     *("exclude-dependencies", "dependency-metadata", "required-environments", "conflicts", "no-sources"),
     *("no-build", "no-build-package", "no-binary", "no-binary-package", "only-binary", "extra-build-dependencies"),
     *(
-        "default-groups",
+        *("default-groups", "link-mode", "required-version", "package", "python-preference", "python-downloads"),
         "no-build-isolation",
         "no-build-isolation-package",
         "build-constraint-dependencies",

@@ -50,6 +50,7 @@ _MAYBE = (BRANCH, UNUSED_INDEX, UNUSUAL_FILE, UNREAD_LINE)
 # Statements that say nothing about this environment.
 ELSEWHERE = (OTHER_SYSTEM, NOT_IN_IMAGE, NOT_TAKEN)
 # A comment of TOML, YAML, a requirements file, Dockerfile or Python; not the output of pip-compile.
+_LEGAL = re.compile(r"copyright|SPDX-|\(c\) \d{4}", re.IGNORECASE)
 _COMMENT = re.compile(r"(?:^|\s)(#+\s*(?!via\b|\s{2})[^#\s].*)")
 _TORCH = re.compile(r"(?:[\w./-]+::)?(?:torch|pytorch|pytorch-cuda|libtorch)(?![\w-])")
 
@@ -126,7 +127,7 @@ def is_only_elsewhere(statement: Statement) -> bool:
 def comments_with_signs(path: Path) -> Iterator[Statement]:
     """Yield the comments of a file that have a sign of GPUs: its author may mean one that no requirement names."""
     for number, line in enumerate(text_of(path).split("\n"), 1):
-        if comment := _COMMENT.search(line):
+        if (comment := _COMMENT.search(line)) and not _LEGAL.search(line):
             statement = Statement("comment", " ".join(comment[1].split()), f"{path}:{number}", reason=COMMENT)
             yield from [statement] if gpu_signs([statement]) else []
 

@@ -32,7 +32,7 @@ NOT_IN_IMAGE = "of a stage that is not in the final image"
 BRANCH = "in a branch or loop of the shell that envbuild does not evaluate: name what you need with --from"
 NOT_TAKEN = "in a branch of the shell that the values of ARG and ENV do not take"
 UNUSED_INDEX = "an explicit index that no package names"
-UNREAD_LINE = "a line of a file that envbuild does not read"
+UNREAD_LINE = "a line that envbuild does not read"
 COMMENT = "a comment"
 NO_FILE = "no such file here: name it, or what a command makes it from, with --from"
 UNUSUAL_FILE = "not the usual name or folder, so the import of the project leaves it out: name it with --from"
@@ -329,11 +329,13 @@ def python_version(
     lose: Lose,
     preferred: str,
     replaced: Collection[Statement] = (),
+    tags: Collection[str] = (),
 ) -> str:
     """Return a Python that all specifiers accept and for which pinned packages have wheels.
 
     It is the `preferred` one, else the first of `pythons`. `given` are all statements of the sources: files for one
     Python that a recipe cannot have still tell it. `replaced` are those whose wheel is carried as a version.
+    `tags` are the accelerators of the targets: an old CUDA has builds of old releases of torch alone.
     """
     accepted, old = pythons(), list[Statement]()
     stated = [statement for statement in kept if statement.kind == "python" or re.match(r"python \d", statement.text)]
@@ -353,7 +355,10 @@ def python_version(
         accepted = fitting or accepted
     if any(python in _OLD for known in _of_files([*kept, *replaced]).values() for python in known.values()):
         accepted = sorted(accepted, key=PYTHONS.index)
-    for fits in (_has_files([*given, *replaced]), _has_builds(kept), _has_wheels(kept)):
+    last: dict[str, str] = load_table("gpu_signs")["last"]
+    torch = [statement for statement in kept if re.match(r"torch(?![\w.-])", statement.text)]
+    of_torch = [Statement("constraint", f"torch<={last[tag]}", "") for tag in tags if tag in last and torch]
+    for fits in (_has_files([*given, *replaced]), _has_builds(kept), _has_wheels([*kept, *of_torch])):
         accepted = [python for python in accepted if fits(python)] or accepted
     chosen = preferred if preferred in accepted else accepted[0]
     for known in _of_files([*kept, *replaced]).values():

@@ -285,6 +285,11 @@ def test_signs_in_unusual_places_are_named_with_their_version(tmp_path: Path, na
         assert named in draft.warning
 
 
+def test_the_owner_of_a_file_is_no_sign(tmp_path: Path) -> None:
+    text = "# SPDX-FileCopyrightText: Copyright (c) 2024 NVIDIA CORPORATION & AFFILIATES. All rights reserved.\nrich\n"
+    assert not imported(tmp_path, "requirements.txt", text)[0].warning
+
+
 @pytest.mark.parametrize("name", ["no-gpu", "non-cuda", "gpustat-web", "cudart"])
 def test_names_that_are_no_sign(tmp_path: Path, name: str) -> None:
     draft, _ = imported(tmp_path, "pyproject.toml", f'[project]\nname = "{name}"\n')
@@ -296,6 +301,8 @@ def test_an_address_for_a_cuda_chooses_the_target(tmp_path: Path) -> None:
         tmp_path, "requirements.txt", "https://host.example/cuda101/jaxlib-0.1-cp37-none-a.whl\nrich\n"
     )
     assert list(recipe.targets) == ["cu101-x86_64"]
+    _, recipe = imported(tmp_path, "requirements.txt", "jaxlib>=0.1.67+cuda110\nrich\n")  # no specifier of PEP 440
+    assert list(recipe.targets) == ["cu110-x86_64"]
 
 
 def test_comments_for_other_gpus_than_those_of_the_target_are_listed(tmp_path: Path) -> None:

@@ -178,6 +178,7 @@ def test_specs_as_conda_writes_them_are_carried_and_lock_reads_them(tmp_path: Pa
         ("pyproject.toml", '[project]\nname = "x"\n[tool.uv]\nprerelease = "allow"\n', "prerelease = allow"),
         ("pyproject.toml", '[project]\nname = "x"\n[tool.uv]\nexclude-dependencies = ["torchvision"]\n', "torchvision"),
         ("pyproject.toml", '[tool.uv]\nconflicts = [[{extra = "a"}, {extra = "b"}]]\n', "'extra': 'a'"),
+        ("pyproject.toml", '[tool.uv]\nrequired-version = ">=0.11"\n', "required-version = >=0.11"),
         ("pyproject.toml", '[tool.uv]\ndefault-groups = ["docs"]\n', "default-groups = docs"),
         ("pyproject.toml", '[tool.hatch.envs.default]\npython = "3.10"\n', "[tool.hatch.envs.default] python = 3.10"),
         (

@@ -247,6 +247,18 @@ def test_the_python_is_one_for_which_pinned_packages_have_wheels(tmp_path: Path,
     assert draft_of(tmp_path / "requirements.txt")[1].python == python
 
 
+@pytest.mark.parametrize(
+    ("accelerator", "package", "python"),
+    [("cu101", "torch", "3.9"), ("cu113", "torch", "3.10"), ("cu101", "rich", "3.11"), ("cu121", "torch", "3.11")],
+)
+def test_an_old_cuda_has_wheels_of_torch_for_old_pythons_alone(
+    tmp_path: Path, accelerator: str, package: str, python: str
+) -> None:
+    index = f"https://download.pytorch.org/whl/{accelerator}"
+    (tmp_path / "requirements.txt").write_text(f"--index-url {index}\n{package}\n")
+    assert draft_of(tmp_path / "requirements.txt", target=None)[1].python == python
+
+
 def test_an_exact_python_counts_more_than_a_missing_wheel(tmp_path: Path) -> None:
     (tmp_path / "Dockerfile").write_text("FROM python:3.12\nRUN pip install numpy==1.22.4\n")
     assert draft_of(tmp_path / "Dockerfile")[1].python == "3.12"
