@@ -93,7 +93,7 @@ def forked(work: Callable[[], object]) -> Iterator[None]:
     if child == 0:
         try:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
-            _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+            die_with_parent(signal.SIGTERM)()
             os.nice(_NICE)
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until it ends
             work()

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from envbuild.base import process
+
+
+def _popen(command: list[str], *, preexec_fn: object, **options: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, **options)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -17,5 +24,5 @@ def _children_without_a_fork() -> Iterator[None]:
     processes of their own, as most tests of killed ones are, start their tools as users' do.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "die_with_parent", lambda _: None)
+        patch.setattr(process, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": _popen}))
         yield
