@@ -116,7 +116,7 @@ def test_a_file_that_was_added_to_an_image_is_named(
 def test_a_user_without_privileges_gets_a_verified_image_from_a_store_of_their_own_and_runs_it(
     tiny_squash: dict[str, Any], session_store: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Who trains in an image, does so as any program of it: see test_exec.py for users without rights."""
+    """A program writes a file in the image; no training runs. Other commands of such users are in test_exec.py."""
     command, folder = tiny_squash["command"], tmp_path_factory.mktemp("nobody")
     for name in ("recipes", "wheels"):
         shutil.copytree(command.folder / name, folder / name)

@@ -180,7 +180,7 @@ def test_a_fault_of_the_registry_is_an_answer_and_no_end(world: World, name: str
         asked = len(fake.seen)
     assert len(answers) == 5 and all(text.startswith(f"vault oci://{fake.address}/team/vault: ") for text in answers)
     assert not store.blobs.path(f"sha256:{sha256}").exists()
-    # One that fails whatever is asked is not asked for each of hundreds of files.
+    # A vault that answers each request with an error is asked three times, not once for each file.
     assert name != "an error" or asked == 3
 
 
