@@ -38,6 +38,7 @@ from envbuild.imports.statement import (
     git_address,
     linux_places,
     lost,
+    project_of,
     python_of,
     text_of,
 )
@@ -75,6 +76,10 @@ def read_toml_lock(path: Path, groups: Collection[str] = ()) -> Iterator[Stateme
     for where in (("requires-python",), ("metadata", "python-versions")):
         if python := value_at(document.data, *where):
             yield from poetry_python(str(python), document.where(*where))
+    extras: dict[str, list[str]] = {}
+    for extra, items in table_at(document.data, "extras").items():
+        for item in list_at(items):
+            extras.setdefault(project_of(str(item)), []).append(extra)
     seen = {("", "")}
     rows = [table_at(row) for row in list_at(document.data, packages)]
     uses = _uses_of_uv(rows, groups) if name == "uv.lock" else _uses_of_poetry(rows) if name == "poetry.lock" else {}
@@ -86,10 +91,7 @@ def read_toml_lock(path: Path, groups: Collection[str] = ()) -> Iterator[Stateme
             continue
         names = [str(group) for group in list_at(row, "groups") or [row.get("category", "main")]]  # poetry 1: category
         if row.get("optional") and names == ["main"]:  # of poetry's extras
-            extras = table_at(document.data, "extras")
-            texts = {extra: " ".join(map(str, list_at(items))) for extra, items in extras.items()}
-            own = re.compile(rf"(?<![\w.-]){re.escape(str(row.get('name')))}(?![\w.-])", re.IGNORECASE)
-            names = [extra for extra, text in texts.items() if own.search(text)] or ["optional"]
+            names = extras.get(normalise(str(row.get("name"))), ["optional"])
         group = "" if "main" in names and not row.get("optional") else " ".join(names)
         use = uses.get(number, _Use(group))
         if use.reason:

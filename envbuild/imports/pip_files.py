@@ -40,6 +40,7 @@ from envbuild.imports.statement import (
     fitting_pythons,
     for_linux,
     git_address,
+    index_of,
     lost,
     split_extras,
     text_of,
@@ -199,8 +200,7 @@ def _valued(
         else:
             yield from requirement_lines(*other, find, inner, (*seen, Path(value)))
     elif option in _INDEXES:
-        # uv's indexes may have a name: NAME=URL
-        yield Statement("index", re.sub(r"^[\w.-]+=(?=\w+://)", "", value), place)
+        yield index_of(value, place)
     elif option == "--find-links":
         yield lost(text, place, "find-links belong to pip's configuration, which envbuild reads")
     elif option == "--group":

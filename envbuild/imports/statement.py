@@ -173,7 +173,12 @@ def variable(name: str, value: str, place: str) -> Iterator[Statement]:
     """Yield the statement of an environment variable, and the indexes that pip or uv read from it."""
     yield Statement("env", f"{name}={value}", place)
     for url in value.split() if _INDEX_VARIABLE.fullmatch(name) else ():
-        yield Statement("index", re.sub(r"^[\w.-]+=(?=\w+://)", "", url), place)
+        yield index_of(url, place)
+
+
+def index_of(text: str, place: str) -> Statement:
+    """Return the statement of an index's URL, to which uv may give a name: NAME=URL."""
+    return Statement("index", re.sub(r"^[\w.-]+=(?=\w+://)", "", text), place)
 
 
 def git_address(about: Mapping[str, Any]) -> str:
@@ -356,8 +361,8 @@ def python_version(
     if any(python in _OLD for known in _of_files([*kept, *replaced]).values() for python in known.values()):
         accepted = sorted(accepted, key=PYTHONS.index)
     last: dict[str, str] = load_table("gpu_signs")["last"]
-    torch = [statement for statement in kept if re.match(r"torch(?![\w.-])", statement.text)]
-    of_torch = [Statement("constraint", f"torch<={last[tag]}", "") for tag in tags if tag in last and torch]
+    names = {project_of(statement.text) for statement in kept}
+    of_torch = [Statement("constraint", f"torch<={last[tag]}", "") for tag in tags if tag in last and "torch" in names]
     for fits in (_has_files([*given, *replaced]), _has_builds(kept), _has_wheels([*kept, *of_torch])):
         accepted = [python for python in accepted if fits(python)] or accepted
     chosen = preferred if preferred in accepted else accepted[0]
@@ -408,7 +413,7 @@ def minor_versions(kept: Iterable[Statement], python: str) -> Iterator[Statement
     """Yield the statements with a patch release of Python: a recipe has the minor version."""
     for statement in kept:
         if statement.kind == "python" and re.search(
-            rf"(?:=|(?:[~>]=|>)(?!\s*[\d.]+\.0(?!\d)))\s*{re.escape(python)}\.\d", statement.text
+            rf"(?:[=!<]=|(?:~=|>=?)(?!\s*[\d.]+\.0(?!\d)))\s*{re.escape(python)}\.\d", statement.text
         ):
             text, reason = f"python {statement.text}", f"the recipe has the minor version: {python}"
             yield replace(statement, text=text, reason=reason)
@@ -454,8 +459,10 @@ def _has_wheels(kept: Iterable[Statement]) -> Callable[[str], bool]:
     ends: dict[str, dict[str, str]] = load_table("wheels")["ends"]
     limits: list[tuple[str, str, Version | None, Version | None]] = []
     for statement in kept:
+        if statement.kind not in ("requirement", "constraint", "pin"):
+            continue
         try:
-            requirement = Requirement(statement.text if statement.kind in ("requirement", "constraint", "pin") else "")
+            requirement = Requirement(statement.text)
         except InvalidRequirement:
             continue
         name = normalise(requirement.name)

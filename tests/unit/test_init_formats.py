@@ -591,6 +591,24 @@ def test_a_patch_release_of_python_is_listed(tmp_path: Path, name: str, text: st
 
 
 @pytest.mark.parametrize(
+    ("specifier", "listed"),
+    [
+        (">=3.10.0,<3.11", False),
+        ("~=3.10.0", False),
+        (">=3.10.4,<3.11", True),
+        ("~=3.10.4", True),
+        (">3.10.2,<3.11", True),
+    ],
+)
+def test_a_first_patch_release_says_no_more_than_its_minor_version(
+    tmp_path: Path, specifier: str, listed: bool
+) -> None:
+    (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "a"\nrequires-python = "{specifier}"\n')
+    draft, recipe = draft_of(tmp_path / "pyproject.toml")
+    assert recipe.python == "3.10" and bool(draft.lost) == listed
+
+
+@pytest.mark.parametrize(
     ("constraint", "python"),
     [("3.10.* || 3.12.*", "3.12"), (">=3.9,<3.10 || ^3.13", "3.13"), (">=3.8.1 | 2.7", "3.11")],
 )
