@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 # Files that an installer adds: they describe the installation, not the distribution.
 _INSTALLER_FILE = re.compile(rb"\"?[^/,]+\.dist-info/(?:uv_cache\.json|INSTALLER|REQUESTED|direct_url\.json)\"?(?:,|$)")
 
-# In a .dist-info folder: what a slim wheel is without (layers/slim_wheel.py).
+# In a .dist-info folder: what a slim wheel is without (layers/wheels.py).
 SLIM_FILE = "envbuild-slim.json"
 # conda's default `channel_alias`: the server of channels that are given by name. Sites mirror it in site.toml.
 CHANNEL_ALIAS = "https://conda.anaconda.org"

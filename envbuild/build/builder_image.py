@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from envbuild.base.atomic import file_lock
-from envbuild.base.disk_space import check_disk_space
+from envbuild.base.host import check_disk_space
 from envbuild.base.progress import log, transfer
 from envbuild.build.squash_files import composed, write_sqsh
 from envbuild.cache.hashed import read_note, write_note

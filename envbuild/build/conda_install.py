@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.base import atomic, process
-from envbuild.base.disk_space import check_disk_space
 from envbuild.base.errors import BuildError
-from envbuild.base.host import link_mode
+from envbuild.base.host import check_disk_space, link_mode
 from envbuild.base.progress import OnProgress, log, reuse, transfer
 from envbuild.base.workers import Answer, Workers
 from envbuild.build import conda_cache

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.base import atomic
-from envbuild.base.disk_space import check_disk_space
 from envbuild.base.errors import BuildError, UsageError, VerificationError
 from envbuild.base.files import absolute_path, parse_json
+from envbuild.base.host import check_disk_space
 from envbuild.base.packages import digest_of
 from envbuild.base.progress import log, transfer
 from envbuild.base.text import human_size

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envbuild.base import atomic
-from envbuild.base.disk_space import check_disk_space
 from envbuild.base.errors import HostError, UsageError
 from envbuild.base.files import absolute_path
+from envbuild.base.host import check_disk_space
 from envbuild.base.progress import log, transfer
 from envbuild.base.text import human_size
 from envbuild.build.apptainer_engine import build_with_apptainer, find_engine

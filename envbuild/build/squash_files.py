@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from envbuild.base.atomic import new_file
-from envbuild.base.disk_space import reserve
+from envbuild.base.host import reserve
 from envbuild.base.packages import digest_of
 from envbuild.base.progress import OnProgress
 from envbuild.base.workers import Behind

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
-from envbuild.base.disk_space import check_disk_space
 from envbuild.base.errors import BuildError, UsageError
 from envbuild.base.files import parse_json
+from envbuild.base.host import check_disk_space
 from envbuild.base.packages import digest_of, is_digest
 from envbuild.base.progress import OnProgress
 from envbuild.base.workers import each

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from envbuild.layers.slim_wheel import blank_ranges, blanked_bytes
+from envbuild.layers.wheels import blank_ranges, blanked_bytes
 from envbuild.slim import SlimRules
 
 from .machine import APART, TOP, Context, clean_environment, torch_folder

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from lab.merged import merge
 from real.test_umoci import Stack, described, sources, stacks, unpacked
 
-from envbuild.base.disk_space import check_disk_space, reserve
 from envbuild.base.errors import BuildError
+from envbuild.base.host import check_disk_space, reserve
 from envbuild.cache.hashed import Digests
 from envbuild.image.entry import DIR, FILE, HARDLINK, Entry
 from envbuild.image.layer import header
@@ -302,7 +302,7 @@ def test_room_is_found_missing_before_anything_is_written(tmp_path: Path) -> Non
 def test_a_limit_of_file_sizes_is_met_before_anything_is_written(tmp_path: Path) -> None:
     """As a quota is: the file system has room, but not for us."""
     script = (
-        "import resource, sys; from envbuild.base.disk_space import reserve\n"
+        "import resource, sys; from envbuild.base.host import reserve\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
         "reserve(open(sys.argv[1], 'w+b'), 1 << 21)"
     )

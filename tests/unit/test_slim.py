@@ -20,7 +20,7 @@ from envbuild.base.errors import RecipeError
 from envbuild.base.toml import Document
 from envbuild.contract.installed import check_files, distributions
 from envbuild.gpus import all_chips, read_gpu_code, runs
-from envbuild.layers.slim_wheel import blank_ranges, slim_wheel
+from envbuild.layers.wheels import blank_ranges, slim_wheel
 from envbuild.recipe.load import decode_recipe
 from envbuild.slim import SlimRules, slim_rules, unused
 from envbuild.store.store import Store
