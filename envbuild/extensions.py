@@ -258,9 +258,7 @@ class Extensions:
         at, indexes = self.environment, self.loaded.recipe.targets[self.target.name].indexes
         self._budget = _Budget(self.most)
         self._client = Client(at.pip, at.variables)
-        self._sources = WheelSources(
-            at.pip, at.site, indexes, self.loaded.bound, self.offline, at.default_index, patient=False
-        )
+        self._sources = WheelSources(at, indexes, self.loaded.bound, self.offline, patient=False)
         self._folders = local_files(at.pip)
         self._urls = dict(_wheel_urls(self.pylock))
         self._packages = {package.name: package for package in self.lock.packages}

@@ -36,7 +36,7 @@ from envbuild.lock.lifecycle import LockUse
 from envbuild.plan import Plan
 from envbuild.recipe.load import LoadedRecipe, decode_recipe
 from envbuild.recipe.targets import Target
-from envbuild.store.client import from_vault
+from envbuild.store.client import SourceAnswer, from_vault
 from envbuild.store.entry import CacheEntry, EntryFile, is_further
 from envbuild.store.pieces import INPUT
 from envbuild.store.remote import kept_inputs, signing
@@ -270,9 +270,9 @@ def _write_kept(file: EntryFile, place: Path, store: Store) -> None:
     """Write a recipe's file that the vault keeps. Raises BuildError if the vault lacks it, or its name is unsafe."""
     if not _is_safe(file.name):
         raise BuildError(f"the vault's {file.name!r:.120} is no file of a recipe")
-    answers: list[str] = []
+    answers: list[SourceAnswer] = []
     if file.content is None and not store.blobs.has(Descriptor("", file.digest, file.size)):
-        from_vault({file.digest.partition(":")[2]}, store, lambda *answer: answers.append(": ".join(answer)))
+        from_vault({file.digest.partition(":")[2]}, store, answers)
     if answers:
         raise BuildError(f"{file.name}: {answers[0]}", "keep it again: envbuild vault push")
     place.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ index is read once, and it states hashes. The archives of source layers and of c
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from envbuild.base.errors import BuildError, LockError
 from envbuild.base.progress import OnProgress
 from envbuild.cache.http import RequestFailed
-from envbuild.debian.base import lacking_debs
+from envbuild.debian.base import download_debs
 from envbuild.debian.lock import DebianLock
 from envbuild.debian.release import debian_client
 from envbuild.environment import Environment
@@ -140,17 +140,20 @@ class _Upstream:
             archives = site_archives(base.suite, base.date, self._environment)
             debs = {(str(deb), deb.sha256): deb for deb in base.packages}
             store, client = self._environment.store, self._debian
-            return "debian", debs, lambda debs: lacking_debs(debs, store, archives, client)
+            return "debian", debs, partial(_lacking, partial(download_debs, archives, store, client))
         images = {} if base.reference.startswith(_LOCAL) else {(base.reference, base.digest[7:]): base}
         return "image", images, partial(_failing, lambda _: registry(base.reference).manifest(base.digest))
 
     def _wheels(self, packages: Iterable[LockedPackage], indexes: Sequence[str], bound: Any) -> _Group:
-        pip, site, index = self._environment.pip, self._environment.site, self._environment.default_index
         wheels = {
             (f"{one.name} {one.version}", sha256): WantedWheel(one.name, one.version, frozenset({sha256}))
             for one, sha256 in ((package, sha256) for package in packages for sha256 in package.hashes)
         }
-        return "wheel", wheels, partial(self._lacking_wheels, WheelSources(pip, site, indexes, bound, False, index))
+        return (
+            "wheel",
+            wheels,
+            partial(self._lacking_wheels, WheelSources(self._environment, indexes, bound, False)),
+        )
 
     def _lacking_wheels(self, sources_of: WheelSources, wheels: list[WantedWheel]) -> dict[WantedWheel, list[str]]:
         store, folders = self._environment.store, local_files(self._environment.pip)
@@ -184,12 +187,15 @@ class _Upstream:
         except LockError as error:
             return {archive: [error.message] for archive in archives}
         known = {package.sha256 for package in packages}
-        answers: dict[CondaArchive, list[Any]] = {item: [] for item in archives if item.sha256 in known}
-        found = download_archives(
-            [*answers], answers, self._environment.store, self._client, self._environment.site, False
-        )
-        unlisted = ["not there: no channel lists it with this hash"]
-        return {item: list(map(str, answers.get(item, unlisted))) for item in archives if item not in found}
+        listed = [item for item in archives if item.sha256 in known]
+        unlisted = {item: ["not there: no channel lists it with this hash"] for item in {*archives} - {*listed}}
+        return unlisted | _lacking(partial(download_archives, self._environment, self._client, False), listed)
+
+
+def _lacking(download: Callable[[list[Any], Any], Mapping[Any, Path]], items: list[Any]) -> dict[Any, list[str]]:
+    answers: dict[Any, list[Any]] = {item: [] for item in items}
+    found = download(items, answers)
+    return {item: list(map(str, texts)) for item, texts in answers.items() if item not in found}
 
 
 def _failing(ask: Callable[[Any], object], items: list[Any]) -> dict[Any, list[str]]:

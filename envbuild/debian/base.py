@@ -12,22 +12,21 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from envbuild.base.errors import BuildError, LockError
 from envbuild.base.progress import OnProgress, log, transfer
-from envbuild.base.system_errors import file_error
-from envbuild.cache.download import locked_partial
-from envbuild.cache.http import Mismatch, NotFound, RequestFailed
+from envbuild.cache.http import NotFound, RequestFailed
 from envbuild.debian.control import Relation, compare_versions, parse_control, parse_relations
 from envbuild.debian.lock import DEBIAN_ARCH, DebianLock, LockedDeb, from_table
 from envbuild.debian.release import DebianSuite, fetch_packages, fetch_release, load_keys, suites
 from envbuild.image.layer import open_layer
 from envbuild.image.layout import Blobs
-from envbuild.image.model import Descriptor
-from envbuild.store.client import Client, fetch_each, from_vault
+from envbuild.store.client import Client, fetch_each, fetch_file
+from envbuild.store.fetch import Answers, located
 from envbuild.store.store import Store
 
 if TYPE_CHECKING:
@@ -328,85 +327,31 @@ def fetch_debs(lock: DebianLock, store: Store, archives: Sequence[DebianSuite], 
     The store's vault and `archives` are tried in order; an empty list means offline. Raises BuildError
     with every unavailable package and the answer of each archive; completed downloads are kept for the next run.
     """
-    if lacking := lacking_debs(lock.packages, store, archives, client):
-        raise _not_found(lacking)
-    return [store.blobs.path(deb.digest) for deb in lock.packages]
+
+    hint = "name a mirror of Debian's in site.toml, check the proxy, or lock again: mirrors keep no old versions"
+    remote = partial(download_debs, archives, store, client)
+    paths = located(lock.packages, lambda deb, _: store.find("", deb.sha256), remote, "Debian packages", hint)
+    return list(paths.values())
 
 
-def lacking_debs(
-    debs: Sequence[LockedDeb], store: Store, archives: Sequence[DebianSuite], client: Client
-) -> dict[LockedDeb, list[str]]:
-    """Fetch `debs` as `fetch_debs`; return those that no source has, with the answer of each."""
-    blobs = store.blobs
-    answers: dict[LockedDeb, list[str]] = {deb: [] for deb in debs if not _here(deb, blobs)}
+def download_debs(
+    archives: Sequence[DebianSuite],
+    store: Store,
+    client: Client,
+    missing: Sequence[LockedDeb],
+    answers: Answers[LockedDeb],
+) -> dict[LockedDeb, Path]:
+    """Return the file of each package that the vault or an archive has; add the answers of the others."""
     down: dict[str, str] = {}
 
-    def fetch(deb: LockedDeb, on_progress: OnProgress) -> None:
-        _fetch_one(deb, store, archives, client, answers[deb], down, on_progress)
+    def fetch(deb: LockedDeb, on_progress: OnProgress) -> Path | None:
+        roots = dict.fromkeys(archive.url for archive in archives if archive.kind == deb.archive)
+        # Quote "+": some servers read it as a blank.
+        places = [(str(DebianSuite(root, deb.archive)), f"{root}/{quote(deb.path)}") for root in roots]
+        about = (places, answers[deb], store, client, on_progress, down)
+        return fetch_file(deb.sha256, "", deb.sha256, *about, deb.size)
 
-    try:
-        # The largest first, so that not one large download remains at the end.
-        missing = sorted(answers, key=lambda deb: -deb.size)
-        title, size = f"fetching {len(missing)} Debian packages", sum(deb.size for deb in missing)
-        fetch_each(missing, fetch, client, title, size)
-    except OSError as error:
-        raise BuildError(
-            file_error(error, blobs.root),
-            "set ENVBUILD_STORE (or `store` in site.toml) to a writable folder with free disk space",
-        ) from error
-    return {deb: sources for deb, sources in answers.items() if not _here(deb, blobs)}
-
-
-def _here(deb: LockedDeb, blobs: Blobs) -> bool:
-    return blobs.has(Descriptor("", deb.digest, deb.size))
-
-
-def _fetch_one(
-    deb: LockedDeb,
-    store: Store,
-    archives: Sequence[DebianSuite],
-    client: Client,
-    answers: list[str],
-    down: dict[str, str],
-    on_progress: OnProgress,
-) -> None:
-    def answer(source: str, reason: str) -> None:
-        answers.append(f"{source}: {reason}")
-
-    if from_vault({deb.sha256}, store, answer, size=deb.size, on_progress=on_progress, stop=client.stop):
-        return
-    blobs, roots = store.blobs, dict.fromkeys(archive.url for archive in archives if archive.kind == deb.archive)
-    with locked_partial(blobs.partial(deb.digest), client.stop) as partial:
-        for root in roots:
-            if _here(deb, blobs):  # another process was faster
-                break
-            source = str(DebianSuite(root, deb.archive))
-            if root in down:
-                answers.append(f"{source}: {down[root]}")
-                continue
-            # Quote "+": some servers read it as a blank.
-            url = f"{root}/{quote(deb.path)}"
-            try:
-                client.download(url, partial, frozenset([deb.sha256]), on_progress, deb.size)
-            except NotFound:
-                answers.append(f"{source}: not there")
-            except Mismatch as other:
-                answers.append(f"{source}: has other content, sha256:{other.sha256}")
-            except RequestFailed as error:
-                answers.append(f"{source}: {error}")
-                if error.is_down:
-                    down[root] = str(error)
-            else:
-                blobs.adopt(partial, deb.digest)
-                break
-
-
-def _not_found(lacking: dict[LockedDeb, list[str]]) -> BuildError:
-    lines = []
-    for deb, answers in lacking.items():
-        lines.append(f"{deb}: no archive has {deb.path} with {deb.digest}")
-        lines += [f"    {answer}" for answer in answers] or ["    none is asked"]
-    return BuildError(
-        "\n".join(lines),
-        "name a mirror of Debian's in site.toml, check the proxy, or lock again: mirrors keep no old versions",
-    )
+    # The largest first, so that not one large download remains at the end.
+    missing = sorted(missing, key=lambda deb: -deb.size)
+    title, size = f"fetching {len(missing)} Debian packages", sum(deb.size for deb in missing)
+    return fetch_each(missing, fetch, client, title, size)

@@ -37,6 +37,11 @@ class LockedDeb:
     def digest(self) -> str:
         return f"sha256:{self.sha256}"
 
+    @property
+    def hashes(self) -> frozenset[str]:
+        """The accepted digests, as those of a wheel."""
+        return frozenset({self.sha256})
+
 
 @dataclass(frozen=True, slots=True)
 class DebianLock:

@@ -59,9 +59,7 @@ def locate_conda(
     from envbuild.store.fetch import CondaArchive, fetch_archives
 
     archives = [CondaArchive(package.url, package.sha256) for package in packages]
-    paths = fetch_archives(
-        archives, environment.store, environment.pip, environment.site, offline=offline, env=environment.variables
-    )
+    paths = fetch_archives(archives, environment, offline=offline)
     return [(package, paths[archive]) for package, archive in zip(packages, archives, strict=True)]
 
 

@@ -246,15 +246,8 @@ def _keep(store: Store, layer: SourceLayer, error: StepError) -> Path | None:
 def fetch_source(layer: SourceLayer, environment: Environment, *, offline: bool) -> Path:
     """Return the layer's archive. Raises BuildError with each source that was tried and its answer."""
     table = "" if layer.locked else f"layers.{layer.name}"
-    return locate_archive(
-        WantedArchive(layer.name, layer.version, layer.url, layer.sha256, table, layer.indexes),
-        environment.store,
-        environment.pip,
-        environment.site,
-        offline=offline,
-        env=environment.variables,
-        default_index=environment.default_index,
-    )
+    archive = WantedArchive(layer.name, layer.version, layer.url, layer.sha256, table, layer.indexes)
+    return locate_archive(archive, environment, offline=offline)
 
 
 _TAIL_LINES = 25

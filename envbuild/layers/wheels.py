@@ -151,17 +151,7 @@ def fetch_wheels(
     from envbuild.store.fetch import WantedWheel, locate_wheels
 
     wanted_wheels = [WantedWheel(package.name, package.version, frozenset(package.hashes)) for package in wheels]
-    paths = locate_wheels(
-        wanted_wheels,
-        environment.store,
-        environment.pip,
-        environment.site,
-        indexes,
-        bound=bound,
-        offline=offline,
-        env=environment.variables,
-        default_index=environment.default_index,
-    )
+    paths = locate_wheels(wanted_wheels, environment, indexes, bound=bound, offline=offline)
     return [paths[wheel] for wheel in wanted_wheels]
 
 

@@ -31,7 +31,7 @@ from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.model import Recipe
 from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target
-from envbuild.store.client import from_vault
+from envbuild.store.client import SourceAnswer, from_vault
 
 _WORKERS = 4
 # Packages that nearly every build needs in addition to those of the image.
@@ -203,11 +203,12 @@ def _from_vault(digest: str, environment: Environment) -> ImageManifest | None:
     store = environment.store
 
     def bring(blob: Descriptor, stop: threading.Event) -> bool:
-        def answer(source: str, reason: str) -> None:
-            log(f"{source}: {blob.digest}: {reason}")
-
+        answers: list[SourceAnswer] = []
         sha256 = blob.digest.partition(":")[2]
-        return store.blobs.has(blob) or from_vault({sha256}, store, answer, size=blob.size, stop=stop) is not None
+        brought = store.blobs.has(blob) or from_vault({sha256}, store, answers, size=blob.size, stop=stop) is not None
+        for answer in answers:
+            log(f"{answer.source}: {blob.digest}: {answer.reason}")
+        return brought
 
     if store.vault is None or not bring(Descriptor("", digest, MAX_MANIFEST), threading.Event()):
         return None

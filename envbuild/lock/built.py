@@ -329,35 +329,16 @@ class Sources:
         wheel = WantedWheel(
             reference.name, str(parse_wheel_filename(reference.file_name)[1]), frozenset({reference.sha256})
         )
-        of, url = self.environment, reference.source(self.recipe.folder)
+        url = reference.source(self.recipe.folder)
         try:
-            return locate_wheels(
-                [wheel],
-                of.store,
-                of.pip,
-                of.site,
-                (),
-                bound={reference.name: url},
-                offline=self.offline,
-                env=of.variables,
-                default_index=of.default_index,
-            )[wheel]
+            return locate_wheels([wheel], self.environment, bound={reference.name: url}, offline=self.offline)[wheel]
         except EnvbuildError as error:
             raise LockError(error.message, error.hint) from None
 
     def archive(self, archive_wanted: WantedArchive) -> Path:
         """Fetch the source archive `archive_wanted` into the store, and return its file. Raises LockError."""
-        of = self.environment
         try:
-            return locate_archive(
-                archive_wanted,
-                of.store,
-                of.pip,
-                of.site,
-                offline=self.offline,
-                env=of.variables,
-                default_index=of.default_index,
-            )
+            return locate_archive(archive_wanted, self.environment, offline=self.offline)
         except EnvbuildError as error:
             raise LockError(error.message, error.hint) from None
 

@@ -172,10 +172,7 @@ class Offers:
 
     @functools.cached_property
     def _sources(self) -> list[PackageSource]:
-        environment = self.environment
-        return remote_sources(
-            environment.pip, environment.site, self.indexes, self.offline, environment.default_index, patient=False
-        )
+        return remote_sources(self.environment, self.indexes, self.offline, patient=False)
 
     def _links(self, names: Sequence[str]) -> Mapping[str, list[Link]]:
         local = [

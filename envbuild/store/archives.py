@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import stat
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from envbuild.base import process
@@ -24,13 +25,9 @@ from envbuild.base.git import run_git
 from envbuild.base.masking import redact
 from envbuild.base.progress import transfer
 from envbuild.cache.http import Mismatch, RequestFailed
-from envbuild.site.pip_config import PipConfig
-from envbuild.store.client import Client, download, from_vault
-from envbuild.store.sources import local_files, remote_sources
+from envbuild.store.client import Client, SourceAnswer, download, from_urls, from_vault
+from envbuild.store.sources import FetchSettings, local_files, remote_sources
 from envbuild.store.store import Store
-
-if TYPE_CHECKING:
-    from envbuild.site.settings import Site
 
 # 1980-01-01, the earliest time in zip files, which builds make of the archive's files.
 _TIME = 315532800
@@ -93,6 +90,7 @@ def _write_tar(top: Path, path: Path) -> None:
 
 KIND = "sources"
 _INDEX = "index:"
+_OTHER = re.compile("hash mismatch: it has sha256:([0-9a-f]{64})")
 _GIT = "git+"
 
 
@@ -116,64 +114,29 @@ class WantedArchive:
         return f"{self.name} {self.version}".strip()
 
 
-def locate_archive(
-    archive: WantedArchive,
-    store: Store,
-    pip: PipConfig,
-    site: Site,
-    *,
-    offline: bool,
-    env: Mapping[str, str],
-    default_index: Callable[[], str],
-) -> Path:
+def locate_archive(archive: WantedArchive, host: FetchSettings, *, offline: bool) -> Path:
     """Return the archive. Raises BuildError with each source that was tried and its answer."""
-    if path := _in_store(archive, store):
+    store, client, answers = host.store, Client(host.pip, host.variables), list[SourceAnswer]()
+    known, hashes = partial(store.find, KIND, archive.sha256), frozenset({archive.sha256})  # no name says what it is
+    if path := known() or from_vault(hashes, store, answers, kind=KIND, named=lambda _: archive.name):
         return path
-    answers, found_sums = list[str](), list[str]()
-    store.folder("partial")
-    client = Client(pip, env)
+    is_git = archive.url.startswith(_GIT)
 
-    def answer(source: str, reason: str) -> None:
-        answers.append(f"{source}: {reason}")
-
-    if path := from_vault({archive.sha256}, store, answer, kind=KIND, named=lambda _: archive.name):
-        return path
-    git = archive.url.startswith(_GIT)
-    urls = (
-        site.mirrored(archive.url.removeprefix(_GIT))
-        if git
-        else _urls(archive, pip, site, client, answers, offline, default_index)
-    )
-    for url in urls:
-        shown = redact(url)
+    def fetch(url: str) -> Path:
         if offline and not url.startswith("file:"):
-            answers.append(f"{shown}: not asked, --offline")
-            continue
-        try:
-            with transfer(f"fetching {archive}", None) as on_progress:
-                if git:
-                    return _from_git(archive, url, store, env)
-                name = unquote(urlsplit(url).path).rpartition("/")[2]
-                name = name if is_file_name(name) else archive.name
-                return download(
-                    url,
-                    name,
-                    frozenset({archive.sha256}),
-                    archive.sha256,
-                    lambda: _in_store(archive, store),
-                    client,
-                    store,
-                    on_progress,
-                    KIND,
-                )
-        except Mismatch as error:
-            answers.append(f"{shown}: hash mismatch: it has sha256:{error.sha256}")
-            found_sums.append(error.sha256)
-        except RequestFailed as error:
-            answers.append(f"{shown}: {error}")
-        except OSError as error:
-            raise store.unwritable(error) from error
-    raise _not_found(archive, answers, found_sums, offline)
+            raise RequestFailed("not asked, --offline", answered=True)
+        with transfer(f"fetching {archive}", None) as on_progress:
+            if is_git:
+                return _from_git(archive, url, store, host.variables)
+            name = unquote(urlsplit(url).path).rpartition("/")[2]
+            name = name if is_file_name(name) else archive.name
+            return download(url, name, hashes, archive.sha256, known, client, store, on_progress, KIND)
+
+    git = host.site.mirrored(archive.url.removeprefix(_GIT))
+    urls = git if is_git else _urls(archive, host, client, answers, offline)
+    if path := from_urls((("", url) for url in urls), answers, fetch):
+        return path
+    raise _not_found(archive, answers, offline)
 
 
 def adopt_commit(name: str, url: str, commit: str, subdirectory: str, store: Store, env: Mapping[str, str]) -> str:
@@ -192,42 +155,31 @@ def _from_git(archive: WantedArchive, url: str, store: Store, env: Mapping[str, 
     repository, _, commit = parts._replace(fragment="").geturl().rpartition("@")
     folder = parse_qs(parts.fragment).get("subdirectory", [""])[0]
     sha256 = adopt_commit(archive.name, repository, commit, folder, store, env)
-    path = _in_store(archive, store)
-    if path is None:
+    if (path := store.find(KIND, archive.sha256)) is None:
         raise Mismatch(sha256)
     return path
 
 
-def _in_store(archive: WantedArchive, store: Store) -> Path | None:
-    return store.find(KIND, archive.sha256, lambda _: True)  # no name says what it is
-
-
 def _urls(
-    archive: WantedArchive,
-    pip: PipConfig,
-    site: Site,
-    client: Client,
-    answers: list[str],
-    offline: bool,
-    default_index: Callable[[], str],
+    archive: WantedArchive, host: FetchSettings, client: Client, answers: list[SourceAnswer], offline: bool
 ) -> Iterator[str]:
     """Yield the possible URLs of the archive, in the order in which to try them."""
     if not archive.url.startswith(_INDEX):
-        yield from site.mirrored(archive.url)
+        yield from host.site.mirrored(archive.url)
         return
     project = archive.url.removeprefix(_INDEX)
-    for folder, names in local_files(pip, ("",)):
+    for folder, names in local_files(host.pip, ("",)):
         own = sorted(name for name in names if _is_sdist(name, project, archive.version))
         yield from ((folder / name).absolute().as_uri() for name in own)
     # Indexes of the site come last: a recipe may have bound the package to one of them.
-    for page in remote_sources(pip, site, archive.indexes, offline, default_index, last=tuple(site.indexes.values())):
+    for page in remote_sources(host, archive.indexes, offline, last=tuple(host.site.indexes.values())):
         try:
             links = [link for link in page.links(project, client) if link.sha256 == archive.sha256]
         except RequestFailed as error:
-            answers.append(f"{page.name}: cannot be used: {error}")
+            answers.append(SourceAnswer(page.name, f"cannot be used: {error}"))
             continue
         if not links:
-            answers.append(f"{page.name}: has no {project} with this hash")
+            answers.append(SourceAnswer(page.name, f"has no {project} with this hash"))
         yield from (link.url for link in links)
 
 
@@ -240,9 +192,10 @@ def _is_sdist(file: str, project: str, version: str) -> bool:
     return False
 
 
-def _not_found(archive: WantedArchive, answers: list[str], digests: list[str], offline: bool) -> BuildError:
+def _not_found(archive: WantedArchive, answers: list[SourceAnswer], offline: bool) -> BuildError:
     lines = [f"{archive}: no source has its archive", f"wanted sha256:{archive.sha256}"]
-    lines += answers or [f"{redact(archive.url)}: not asked"]
+    digests = [match[1] for answer in answers if (match := _OTHER.fullmatch(answer.reason))]
+    lines += list(map(str, answers)) or [f"{redact(archive.url)}: not asked"]
     if offline:
         hint = (
             "run it once without --offline, or give the URL a mirror in a folder (file:///...) under [mirrors] in "

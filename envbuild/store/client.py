@@ -11,11 +11,13 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from envbuild.base.errors import BuildError
+from envbuild.base.masking import redact
 from envbuild.base.progress import OnProgress, transfer
 from envbuild.base.workers import each
 from envbuild.cache.download import locked_partial, open_download
@@ -270,6 +272,21 @@ def fetch_each(
     return {item: path for item, path in zip(missing, paths, strict=True) if path is not None}
 
 
+@dataclass(frozen=True, slots=True)
+class SourceAnswer:
+    """The reason why a source does not have an item.
+
+    `source` is an index, a folder, a channel or its mirror; `address` is the item's URL or path, if known.
+    """
+
+    source: str
+    reason: str
+    address: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.address or self.source}: {self.reason}"
+
+
 def download(
     url: str,
     name: str,
@@ -280,26 +297,54 @@ def download(
     store: Store,
     on_progress: OnProgress,
     kind: str = "wheels",
+    size: int | None = None,
 ) -> Path:
-    """Download `url` into the store as `kind`/<sha256>/`name`; only one process downloads a `key` at a time.
+    """Download `url` into the store as `kind`/<sha256>/`name`, or to the blobs for "" as `kind`.
 
-    `known` returns the file if another process was faster. Raises the RequestFailed of `Client.download`, and
-    BuildError when the store cannot be written.
+    Only one process downloads a `key` at a time; `known` returns the file if another process was faster. Raises the
+    RequestFailed of `Client.download`, and BuildError when the store cannot be written.
     """
     try:
         with locked_partial(store.folder("partial") / key, client.stop) as path:
             if there := known():
                 return there
-            digest = client.download(url, path, hashes, on_progress)
+            digest = client.download(url, path, hashes, on_progress, size)
             return store.adopt(path, digest, name, kind)
     except OSError as error:
         raise store.unwritable(error) from error
 
 
+def from_urls(
+    places: Iterable[tuple[str, str]],
+    answers: list[SourceAnswer],
+    fetch: Callable[[str], Path],
+    down: dict[str, str] | None = None,
+) -> Path | None:
+    """Return the file that `fetch` returns for the first URL of `places` (source, URL) that has it; None without one.
+
+    The reasons of the others are added to `answers`. Sources in `down` are not asked, for the reason there; a source
+    that fails for every request is added: sixty files would wait sixty times for it.
+    """
+    down = {} if down is None else down
+    for source, url in places:
+        reason = down.get(source, "")
+        try:
+            if not reason:
+                return fetch(url)
+        except Mismatch as error:
+            reason = f"hash mismatch: it has sha256:{error.sha256}"
+        except RequestFailed as error:
+            reason = str(error)
+            if error.is_down:
+                down[source] = reason
+        answers.append(SourceAnswer(source, reason, redact(url)))
+    return None
+
+
 def from_vault(
     hashes: Iterable[str],
     store: Store,
-    answer: Callable[[str, str], object],
+    answers: list[SourceAnswer],
     *,
     kind: str = "",
     named: Callable[[Path], str] = lambda file: file.name,
@@ -310,22 +355,18 @@ def from_vault(
     """Return a file with one of `hashes` (sha256, hexadecimal), brought from the store's vault; None without one.
 
     It goes to the folder `kind` of the store under the name that `named` returns, or to the blobs for "". `named`
-    raises ValueError for another file than the expected one. `answer` is called with the vault's name and the reason
-    for None. Raises BuildError when the store cannot be written.
+    raises ValueError for another file than the expected one. The reason for None is added to `answers`. Raises
+    BuildError when the store cannot be written.
     """
     if (vault := store.vault) is None:
         return None
     reasons, stop = [], stop or threading.Event()
     for sha256 in sorted(hashes):
-        digest = f"sha256:{sha256}"
         try:
-            own = store.folder("partial") / sha256 if kind else store.blobs.partial(digest)
-            with locked_partial(own, stop) as partial:
-                if not kind and (place := store.blobs.path(digest)).is_file() and store.digests.keep(place, sha256):
+            with locked_partial(store.folder("partial") / sha256, stop) as partial:
+                if not kind and (place := store.find(kind, sha256, lambda _: True)):
                     return place  # another process was faster
                 vault.fetch(sha256, partial, store.digests, on_progress, stop, size)
-                if not kind:
-                    return store.blobs.adopt(partial, digest)
                 try:
                     return store.adopt(partial, sha256, named(partial), kind)
                 except (ValueError, BuildError):
@@ -334,7 +375,7 @@ def from_vault(
         except NotFound:
             reasons.append("not there")
         except Mismatch as error:
-            reasons.append(f"hash mismatch: {digest} has sha256:{error.sha256}")
+            reasons.append(f"hash mismatch: sha256:{sha256} has sha256:{error.sha256}")
         except RequestFailed as error:
             reasons.append(str(error))
             vault.failed(error)
@@ -342,5 +383,31 @@ def from_vault(
             reasons.append(str(error))
         except OSError as error:
             raise store.unwritable(error) from error
-    answer(f"vault {vault.name}", "; ".join(dict.fromkeys(reasons)))
+    answers.append(SourceAnswer(f"vault {vault.name}", "; ".join(dict.fromkeys(reasons))))
     return None
+
+
+def fetch_file(
+    sha256: str,
+    kind: str,
+    name: str,
+    places: Iterable[tuple[str, str]],
+    answers: list[SourceAnswer],
+    store: Store,
+    client: Client,
+    on_progress: OnProgress,
+    down: dict[str, str],
+    size: int | None = None,
+) -> Path | None:
+    """Return the file with this digest from the vault, or as `from_urls` of `places`; None without one.
+
+    It goes to the folder `kind` of the store as `name`, or to the blobs for "", where `name` is its sha256.
+    """
+    known = partial(store.find, kind, sha256, name.__eq__)
+    about: dict[str, Any] = {"size": size, "on_progress": on_progress, "stop": client.stop}
+
+    def fetch(url: str) -> Path:
+        return download(url, name, frozenset({sha256}), sha256, known, client, store, on_progress, kind, size)
+
+    there = from_vault({sha256}, store, answers, kind=kind, named=lambda _: name, **about)
+    return there or from_urls(places, answers, fetch, down)

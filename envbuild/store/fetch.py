@@ -7,19 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from envbuild.base.errors import BuildError
 from envbuild.base.masking import redact
 from envbuild.base.progress import OnProgress, reuse
 from envbuild.cache.http import Mismatch, RequestFailed
-from envbuild.site.pip_config import PipConfig
-from envbuild.store.client import Client, download, fetch_each, from_vault, path_of
-from envbuild.store.sources import PackageSource, local_files, matches, remote_sources, single_file
+from envbuild.store.client import Client, SourceAnswer, download, fetch_each, fetch_file, from_vault, path_of
+from envbuild.store.sources import FetchSettings, PackageSource, local_files, matches, remote_sources, single_file
 from envbuild.store.store import Store
-
-if TYPE_CHECKING:
-    from envbuild.site.settings import Site
 
 ARCHIVES = "conda/archives"
 
@@ -57,22 +53,14 @@ class CondaArchive:
         return self.name
 
 
-@dataclass(frozen=True, slots=True)
-class SourceAnswer:
-    """The reason why a source does not have an item.
+class LockedFile(Protocol):
+    """A file that a lock names by its sha256 (hex), of which several may be accepted."""
 
-    `source` is an index, a folder, a channel or its mirror; `address` is the item's URL or path, if known.
-    """
-
-    source: str
-    reason: str
-    address: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.address or self.source}: {self.reason}"
+    @property
+    def hashes(self) -> frozenset[str]: ...
 
 
-Item = TypeVar("Item", WantedWheel, CondaArchive)
+Item = TypeVar("Item", bound=LockedFile)
 Answers = Mapping[Item, list[SourceAnswer]]
 # A message about missing files names so many of the files that have the same cause, and so many causes.
 _NAMED, _CAUSES = 5, 4
@@ -82,12 +70,10 @@ _NAMED, _CAUSES = 5, 4
 class WheelSources:
     """The sources of each project; see `locate_wheels`. All wheels share the pages that were read."""
 
-    pip: PipConfig
-    site: Site
+    host: FetchSettings
     indexes: Sequence[str]
     bound: Mapping[str, str]
     offline: bool
-    default_index: Callable[[], str]
     patient: bool = True
     _known: dict[str | None, list[PackageSource]] = field(default_factory=dict)
 
@@ -95,45 +81,32 @@ class WheelSources:
         """Return the sources of `project` in their order. Raises KeyError for an index that the site does not name."""
         index = self.bound.get(project)
         if index is not None and "://" in index:
-            urls = [url for url in self.site.mirrored(index) if not self.offline or url.startswith("file:")]
+            urls = [url for url in self.host.site.mirrored(index) if not self.offline or url.startswith("file:")]
             return [single_file(url, path_of(index).name) for url in urls]
-        only = None if index is None else self.site.indexes[index]
+        only = None if index is None else self.host.site.indexes[index]
         if index not in self._known:
-            self._known[index] = remote_sources(
-                self.pip,
-                self.site,
-                self.indexes,
-                self.offline,
-                self.default_index,
-                only=only,
-                patient=self.patient,
-            )
+            self._known[index] = remote_sources(self.host, self.indexes, self.offline, only=only, patient=self.patient)
         return self._known[index]
 
 
 def locate_wheels(
     wheels: Sequence[WantedWheel],
-    store: Store,
-    pip: PipConfig,
-    site: Site,
-    indexes: Sequence[str],
+    host: FetchSettings,
+    indexes: Sequence[str] = (),
     *,
     bound: Mapping[str, str] = {},
     offline: bool,
-    env: Mapping[str, str],
-    default_index: Callable[[], str],
 ) -> dict[WantedWheel, Path]:
     """Return a file with locked content for each of `wheels`: from the store, from find-links, or from indexes.
 
     Files in local find-links folders are used in place. An unreachable index is an error only when a wheel is found
-    nowhere else. If pip names no index, `default_index` returns its URL. A project in `bound` comes from that index of
-    the site only, or is the file at that URL. Raises BuildError that names each missing wheel with every source's
-    answer.
+    nowhere else. A project in `bound` comes from that index of the site only, or is the file at that URL. Raises
+    BuildError that names each missing wheel with every source's answer.
     """
-    folders, sources_of = local_files(pip), WheelSources(pip, site, indexes, bound, offline, default_index)
+    folders, sources_of = local_files(host.pip), WheelSources(host, indexes, bound, offline)
 
     def on_disk(wheel: WantedWheel, answers: list[SourceAnswer]) -> Path | None:
-        return local_wheel(wheel, folders, store, answers)
+        return local_wheel(wheel, folders, host.store, answers)
 
     def remote(missing: Sequence[WantedWheel], answers: Answers[WantedWheel]) -> dict[WantedWheel, Path]:
         sources = {}
@@ -142,7 +115,7 @@ def locate_wheels(
                 sources[wheel] = sources_of(wheel.name)
             except KeyError as error:
                 answers[wheel].append(SourceAnswer(f"index {error.args[0]!r}", "not named in [indexes] of site.toml"))
-        return download_wheels(sources, answers, store, Client(pip, env))
+        return download_wheels(sources, answers, host.store, Client(host.pip, host.variables))
 
     hint = (
         "run it once without --offline, put the wheels into a folder that pip's find-links names, or build from a "
@@ -151,12 +124,10 @@ def locate_wheels(
         else "check pip's index-url, find-links, proxy and cert (PIP_* variables, pip.conf), or lock again if the "
         "files were replaced"
     )
-    return _located(wheels, on_disk, remote, "wheels", hint)
+    return located(wheels, on_disk, remote, "wheels", hint)
 
 
-def fetch_archives(
-    archives: Sequence[CondaArchive], store: Store, pip: PipConfig, site: Site, *, offline: bool, env: Mapping[str, str]
-) -> dict[CondaArchive, Path]:
+def fetch_archives(archives: Sequence[CondaArchive], host: FetchSettings, *, offline: bool) -> dict[CondaArchive, Path]:
     """Return a file with the locked content for each of `archives`: from the store, its mirrors, or its channel.
 
     Files at file: URLs are used in place. With `offline`, only local files are used. pip's proxy, certificates, timeout
@@ -164,11 +135,10 @@ def fetch_archives(
     """
 
     def on_disk(archive: CondaArchive, answers: list[SourceAnswer]) -> Path | None:
-        return store.find(ARCHIVES, archive.sha256, archive.name.__eq__) or _at_file_urls(archive, store, site, answers)
+        known = host.store.find(ARCHIVES, archive.sha256, archive.name.__eq__)
+        return known or _at_file_urls(archive, host, answers)
 
-    def remote(missing: Sequence[CondaArchive], answers: Answers[CondaArchive]) -> dict[CondaArchive, Path]:
-        return download_archives(missing, answers, store, Client(pip, env), site, offline)
-
+    remote = partial(download_archives, host, Client(host.pip, host.variables), offline)
     bundle = "build from a bundle that another host makes: `envbuild bundle RECIPE --kind conda`"
     hint = (
         "run it once without --offline, give the channel a mirror in a folder (file:///...) under [mirrors] "
@@ -178,10 +148,10 @@ def fetch_archives(
         "URL), proxy and cert (PIP_* variables, pip.conf); lock again if the files were replaced. Without a network, "
         f"{bundle}"
     )
-    return _located(archives, on_disk, remote, "conda packages", hint)
+    return located(archives, on_disk, remote, "conda packages", hint)
 
 
-def _located(
+def located(
     items: Sequence[Item],
     on_disk: Callable[[Item, list[SourceAnswer]], Path | None],
     remote: Callable[[Sequence[Item], Answers[Item]], dict[Item, Path]],
@@ -257,11 +227,11 @@ def _in_folders(
     return None
 
 
-def _at_file_urls(archive: CondaArchive, store: Store, site: Site, answers: list[SourceAnswer]) -> Path | None:
-    for path in (path_of(url) for url in site.mirrored(archive.url) if url.startswith("file:")):
+def _at_file_urls(archive: CondaArchive, host: FetchSettings, answers: list[SourceAnswer]) -> Path | None:
+    for path in (path_of(url) for url in host.site.mirrored(archive.url) if url.startswith("file:")):
         answer = partial(SourceAnswer, str(path.parents[1]), address=str(path))
         try:
-            digest = store.file_digest(path)
+            digest = host.store.file_digest(path)
         except FileNotFoundError:
             answers.append(answer("not there"))
         except OSError as error:
@@ -293,14 +263,8 @@ def download_wheels(
                 raise ValueError(f"it has another wheel: {name!r:.120}")
             return name
 
-        def answer(source: str, reason: str) -> None:
-            source_answers.append(SourceAnswer(source, reason))
-
-        if not again and (
-            path := from_vault(
-                hashes, store, answer, kind="wheels", named=named, on_progress=on_progress, stop=client.stop
-            )
-        ):
+        about: dict[str, Any] = {"kind": "wheels", "named": named, "on_progress": on_progress, "stop": client.stop}
+        if not again and (path := from_vault(hashes, store, source_answers, **about)):
             return path
         for source in sources[wheel]:
             try:
@@ -340,42 +304,21 @@ def download_wheels(
 
 
 def download_archives(
+    host: FetchSettings,
+    client: Client,
+    offline: bool,
     missing: Sequence[CondaArchive],
     answers: Answers[CondaArchive],
-    store: Store,
-    client: Client,
-    site: Site,
-    offline: bool,
 ) -> dict[CondaArchive, Path]:
     """Return the file of each package that the vault, a mirror or its channel has; add the answers of the others."""
-    # Channels that failed for every request; without this, sixty packages would wait sixty times for a dead one.
-    down: dict[str, str] = {}
+    store, down = host.store, dict[str, str]()
 
     def fetch(archive: CondaArchive, on_progress: OnProgress) -> Path | None:
-        name, sha256, source_answers = archive.name, archive.sha256, answers[archive]
-        known = partial(store.find, ARCHIVES, sha256, name.__eq__)
-
-        def note(source: str, reason: str) -> None:
-            source_answers.append(SourceAnswer(source, reason))
-
-        if path := from_vault(
-            {sha256}, store, note, kind=ARCHIVES, named=lambda _: name, on_progress=on_progress, stop=client.stop
-        ):
-            return path
-        for url in (url for url in site.mirrored(archive.url) if not url.startswith("file:")):
-            channel = url.rsplit("/", 2)[0]  # or its mirror
-            answer = partial(SourceAnswer, redact(channel), address=redact(url))
-            if offline or channel in down:
-                source_answers.append(answer(down.get(channel, "not asked, --offline")))
-                continue
-            try:
-                return download(url, name, archive.hashes, sha256, known, client, store, on_progress, ARCHIVES)
-            except Mismatch as error:
-                source_answers.append(answer(f"hash mismatch: it has sha256:{error.sha256}"))
-            except RequestFailed as error:
-                if error.is_down:
-                    down[channel] = str(error)
-                source_answers.append(answer(str(error)))
-        return None
+        urls = [url for url in host.site.mirrored(archive.url) if not url.startswith("file:")]
+        places = [(redact(url.rsplit("/", 2)[0]), url) for url in urls]  # a channel, or its mirror
+        if offline:
+            down.update((channel, "not asked, --offline") for channel, _ in places)
+        about = (archive.sha256, ARCHIVES, archive.name)
+        return fetch_file(*about, places, answers[archive], store, client, on_progress, down)
 
     return fetch_each(missing, fetch, client, f"fetching {len(missing)} conda packages")

@@ -6,11 +6,11 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote, urljoin
 
 from envbuild.base.masking import redact
@@ -21,6 +21,24 @@ from envbuild.store.client import Client, path_of, with_credentials_of
 
 if TYPE_CHECKING:
     from envbuild.site.settings import Site
+    from envbuild.store.store import Store
+
+
+class FetchSettings(Protocol):
+    """What fetching needs to know of this host: the Environment of a run."""
+
+    @property
+    def variables(self) -> Mapping[str, str]: ...
+    @property
+    def site(self) -> Site: ...
+    @property
+    def pip(self) -> PipConfig: ...
+    @property
+    def store(self) -> Store: ...
+    def default_index(self) -> str:
+        """Return the URL of the index that is used if pip's configuration names none."""
+        ...
+
 
 _BASE = re.compile(r"""<base\s[^<>]*?href\s*=\s*["']([^"']+)""", re.IGNORECASE)
 _BARE_ANCHOR = re.compile(r"""(href\s*=\s*["'][^"'#]*)#[^"'=]*(?=["'])""", re.IGNORECASE)
@@ -204,11 +222,9 @@ def _local_path(entry: str) -> Path | None:
 
 
 def remote_sources(
-    pip: PipConfig,
-    site: Site,
+    host: FetchSettings,
     indexes: Sequence[str],
     offline: bool,
-    default_index: Callable[[], str],
     *,
     only: str | None = None,
     last: Sequence[str] = (),
@@ -220,15 +236,15 @@ def remote_sources(
     `last`. `only` is an index of the site that takes the place of all other indexes. With `offline`, only sources on
     local disks are returned. `patient` is whether their failed requests are retried.
     """
-    sources = []
+    sources, pip = [], host.pip
     for entry in pip.find_links:
         path = _local_path(entry)
         if path is None or (path.is_file() and path.suffix != ".whl"):
             url = entry if "://" in entry else Path(entry).absolute().as_uri()
             sources.append(PackageSource(url, is_index=False, patient=patient))
     if not pip.no_index:
-        named = [only] if only else [*indexes, pip.index_url or default_index(), *pip.extra_index_urls, *last]
-        urls = dict.fromkeys(url for index in named for url in site.mirrored(index))
+        named = [only] if only else [*indexes, pip.index_url or host.default_index(), *pip.extra_index_urls, *last]
+        urls = dict.fromkeys(url for index in named for url in host.site.mirrored(index))
         sources += [PackageSource(url, is_index=True, patient=patient) for url in urls]
     return [source for source in sources if not offline or source.url.startswith("file:")]
 

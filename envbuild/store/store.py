@@ -137,26 +137,27 @@ class Store:
 
         return Blobs(self.folder("blobs"), self.digests)
 
-    def find(self, kind: str, sha256: str, fits: Callable[[str], bool]) -> Path | None:
-        """Return the file with this digest below the folder `kind` whose name `fits`, None without one.
+    def find(self, kind: str, sha256: str, fits: Callable[[str], bool] = lambda _: True) -> Path | None:
+        """Return the file with this digest below the folder `kind`, "" for blobs, whose name `fits`; None without one.
 
         Installers read a wheel's name, so a wheel with another name does not count.
         """
+        folder = self.root / kind / sha256 if kind else self.root / "blobs/sha256"
         with contextlib.suppress(OSError):
-            for name in sorted(os.listdir(folder := self.root / kind / sha256)):
+            for name in sorted(os.listdir(folder)) if kind else [sha256]:
                 path = folder / name
                 if fits(name) and path.is_file() and self.digests.keep(path, sha256):
                     return path
         return None
 
     def adopt(self, temporary: Path, sha256: str, name: str, kind: str = "wheels") -> Path:
-        """Move a finished download with this digest to its path below the folder `kind`, and return the path.
+        """Move a finished download with this digest to its path below the folder `kind`, "" for blobs; return the path.
 
         `name` may come from an untrusted source. Raises BuildError if it is not a file name.
         """
         if not is_file_name(name):
             raise BuildError(f"{name!r:.80} is not a valid file name for the store", "get the file from another source")
-        place = self.folder(kind, sha256) / name
+        place = self.folder(kind, sha256) / name if kind else self.folder("blobs/sha256") / sha256
         try:
             os.replace(temporary, place)
         except OSError as error:
@@ -209,12 +210,10 @@ class Store:
         for pattern in ("partial", "blobs/partial", *_WRITTEN):
             for folder in self.root.glob(pattern):
                 with contextlib.suppress(OSError):
-                    for entry in os.scandir(folder):
-                        left = (
-                            folder.name == "partial" or entry.name.startswith(".new-") or entry.name.endswith(".lock")
-                        )
-                        if left and entry.stat(follow_symlinks=False).st_mtime < limit:
-                            os.unlink(entry.path)
+                    for file in os.scandir(folder):
+                        left = folder.name == "partial" or file.name.startswith(".new-") or file.name.endswith(".lock")
+                        if left and file.stat(follow_symlinks=False).st_mtime < limit:
+                            os.unlink(file.path)
 
 
 @contextlib.contextmanager

@@ -72,16 +72,7 @@ def _wheel_packages(folder: Path, environment: Environment) -> None:
         lock = read(_RECIPE / f"cpu-{arch}.requirements.txt")
         assert lock is not None
         wanted = [WantedWheel(p.name, p.version, frozenset(p.hashes)) for p in lock.packages]
-        found = locate_wheels(
-            wanted,
-            environment.store,
-            environment.pip,
-            environment.site,
-            _INDEXES,
-            offline=False,
-            env=environment.variables,
-            default_index=environment.default_index,
-        )
+        found = locate_wheels(wanted, environment, _INDEXES, offline=False)
         for wheel, path in found.items():
             if wheel not in done:  # both locks pin the same pure wheels
                 wheel_package(folder, path, subdir)

@@ -67,16 +67,7 @@ def nccl(session_store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
         version: WantedWheel("nvidia-nccl-cu12", version, frozenset({NCCL_WHEELS[version, host_arch()]}))
         for version in VERSIONS
     }
-    found = locate_wheels(
-        list(wanted.values()),
-        environment.store,
-        environment.pip,
-        environment.site,
-        (),
-        offline=False,
-        env=environment.variables,
-        default_index=environment.default_index,
-    )
+    found = locate_wheels(list(wanted.values()), environment, offline=False)
     libraries = {}
     for version, wheel in wanted.items():
         with zipfile.ZipFile(found[wheel]) as archive:

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 import pytest
+from lab.host import Host
 from lab.wheels import make_recipe, make_wheel
 
 from envbuild.base.errors import BuildError
@@ -204,9 +205,8 @@ def fetch(
     site: Site | None = None,
     offline: bool = False,
 ) -> dict[WantedWheel, Path]:
-    store = Store(folder)
-    site = site or Site(store=folder)
-    return locate_wheels(wanted, store, pip, site, indexes, offline=offline, env={}, default_index=no_default)
+    host = Host(Store(folder), pip, site or Site(store=folder))
+    return locate_wheels(wanted, host, indexes, offline=offline)
 
 
 def digest_of(path: Path) -> str:
@@ -662,6 +662,7 @@ CHILD = """
 import json, os, queue, resource, sys, threading
 from pathlib import Path
 from envbuild.base.errors import EnvbuildError
+from envbuild.environment import Environment
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.fetch import WantedWheel, locate_wheels
@@ -674,8 +675,7 @@ pip = PipConfig(index_url=index, retries=1, timeout_s=20.0)
 wanted = WantedWheel(name, version, frozenset({digest}))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
-    found = locate_wheels([wanted], Store(Path(store)), pip, Site(store=Path(store)), [],
-                          offline=False, env={}, default_index=lambda: "")
+    found = locate_wheels([wanted], Environment({}, Site(store=Path(store)), pip, Store(Path(store))), offline=False)
 except EnvbuildError as error:
     sys.exit(f"{error.message}\\n{error.hint}")
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lab.host import Host
 from lab.wheels import make_wheel
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
@@ -24,7 +25,6 @@ from envbuild.cache.download import locked_partial
 from envbuild.cache.http import RequestFailed
 from envbuild.run_environment import load_environment, with_tmpdir
 from envbuild.site.pip_config import PipConfig
-from envbuild.site.settings import Site
 from envbuild.store.client import Client
 from envbuild.store.fetch import WantedWheel, locate_wheels
 from envbuild.store.sources import matches, probe_index, read_page
@@ -73,8 +73,7 @@ def wanted(data: bytes) -> WantedWheel:
 
 
 def locate(root: Path, pip: PipConfig, *wheels: WantedWheel) -> dict[WantedWheel, Path]:
-    site = Site(store=root)
-    return locate_wheels(wheels, Store(root), pip, site, [], offline=False, env={}, default_index=lambda: "x:")
+    return locate_wheels(wheels, Host(Store(root), pip), offline=False)
 
 
 # ---- names

@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lab.host import Host
 
 from envbuild.base.errors import BuildError, HostError
 from envbuild.base.masking import redact
@@ -24,7 +25,6 @@ from envbuild.build.conda import command, launch_environment
 from envbuild.build.conda_install import _clean_records
 from envbuild.contract.conda_meta import META, conda_packages, owned_dist_infos, quick_names, survey_conda
 from envbuild.lock.conda import CondaPackage
-from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.fetch import CondaArchive, fetch_archives
 from envbuild.store.store import Store
@@ -151,7 +151,7 @@ def test_an_archive_on_disk_is_used_where_it_lies(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
 
     def fetch() -> dict[CondaArchive, Path]:
-        return fetch_archives([archive], store, PipConfig(), site, offline=True, env={})
+        return fetch_archives([archive], Host(store, site=site), offline=True)
 
     assert fetch() == {archive: mirror / "noarch/x-1-0.conda"}
     put(mirror / "noarch/x-1-0.conda", b"another")
@@ -171,7 +171,7 @@ def test_packages_that_are_missing_for_the_same_reason_share_a_few_lines(tmp_pat
     put(mirror / "noarch/x7-1-0.conda", b"another")
     site = Site(store=tmp_path / "store", mirrors={channel: (mirror.as_uri(), channel)})
     with pytest.raises(BuildError) as caught:
-        fetch_archives(archives, Store(tmp_path / "store"), PipConfig(), site, offline=True, env={})
+        fetch_archives(archives, Host(Store(tmp_path / "store"), site=site), offline=True)
     lines = caught.value.message.splitlines()
     assert lines[:3] == [
         "199 conda packages: no source has them with the locked hash",
@@ -183,7 +183,7 @@ def test_packages_that_are_missing_for_the_same_reason_share_a_few_lines(tmp_pat
     for archive in archives[:100]:
         put(mirror / f"noarch/{archive.name}", archive.name.encode())
     with pytest.raises(BuildError) as caught:
-        fetch_archives(archives, Store(tmp_path / "store"), PipConfig(), site, offline=True, env={})
+        fetch_archives(archives, Host(Store(tmp_path / "store"), site=site), offline=True)
     assert "and 97 more conda packages" in caught.value.message and len(caught.value.message.splitlines()) < 20
 
 

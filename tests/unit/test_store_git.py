@@ -104,15 +104,7 @@ def test_an_archive_that_is_another_one_is_refused(repository: Path, tmp_path: P
 
     def locate(digest: str, *, offline: bool = False) -> Path:
         wanted = WantedArchive("demo", "1.0", f"git+{repository.as_uri()}@{found}#subdirectory=b", digest)
-        return locate_archive(
-            wanted,
-            environment.store,
-            environment.pip,
-            environment.site,
-            offline=offline,
-            env=os.environ,
-            default_index=environment.default_index,
-        )
+        return locate_archive(wanted, environment, offline=offline)
 
     with pytest.raises(BuildError) as caught:
         locate("0" * 64)
@@ -135,13 +127,5 @@ def test_an_archive_has_the_name_in_its_url_or_its_project_s(tmp_path: Path, url
         return digest
 
     with patch("envbuild.store.archives.Client.download", fetch):
-        path = locate_archive(
-            WantedArchive("demo", "1.0", url, digest),
-            environment.store,
-            environment.pip,
-            environment.site,
-            offline=False,
-            env=os.environ,
-            default_index=environment.default_index,
-        )
+        path = locate_archive(WantedArchive("demo", "1.0", url, digest), environment, offline=False)
     assert path == tmp_path / "store/sources" / digest / name

@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import pytest
+from lab.host import Host
 
 from envbuild.cache.http import NotFound
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.client import Client, split_credentials, with_credentials_of
 from envbuild.store.sources import matches, read_page, remote_sources
+from envbuild.store.store import Store
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_the_order_of_sources(tmp_path: Path) -> None:
     site = Site(store=tmp_path, mirrors={"https://recipe": ("https://mirror",)})
 
     def urls(pip: PipConfig, offline: bool = False) -> list[str]:
-        found = remote_sources(pip, site, ["https://recipe"], offline, lambda: "https://default")
+        found = remote_sources(Host(Store(tmp_path), pip, site, index="https://default"), ["https://recipe"], offline)
         return [source.url for source in found]
 
     assert urls(pip) == ["https://links", "https://mirror", "https://recipe", "https://main", "file:///tree"]

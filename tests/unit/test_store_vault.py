@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from lab.fake_registry import Call, Fake, fake_registry
+from lab.host import Host
 from lab.wheels import make_wheel
 
 from envbuild.base.errors import BuildError, UsageError
@@ -22,7 +23,7 @@ from envbuild.run_environment import load_environment, with_tmpdir
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.archives import WantedArchive, locate_archive
-from envbuild.store.client import Client, from_vault
+from envbuild.store.client import Client, SourceAnswer, from_vault
 from envbuild.store.fetch import CondaArchive, WantedWheel, fetch_archives, locate_wheels
 from envbuild.store.remote import open_vault
 from envbuild.store.store import Store
@@ -52,8 +53,7 @@ class World:
         return Store(self.top / "other", vault=Vault(f"oci://{fake.address}/team/vault", registry))
 
     def wheels(self, *wanted: WantedWheel, pip: PipConfig = PIP, store: Store | None = None) -> list[Path]:
-        settings = {"offline": True, "env": {}, "default_index": lambda: "file:///nonexistent"}
-        paths = locate_wheels(wanted, store or self.store, pip, Site(), (), **settings)  # type: ignore[arg-type]
+        paths = locate_wheels(wanted, Host(store or self.store, pip), offline=True)
         return [paths[wheel] for wheel in wanted]
 
 
@@ -136,10 +136,10 @@ def test_a_wheel_of_a_repository_that_has_its_lock_too_cannot_fill_the_disk(
 def test_conda_packages_sources_and_debian_packages_come_by_their_hashes(world: World, tmp_path: Path) -> None:
     conda, source, deb = (world.keep(data) for data in (b"conda", b"source", b"deb"))
     archive = CondaArchive("https://nowhere.invalid/noarch/x-1-0.conda", conda)
-    paths = fetch_archives([archive], world.store, PIP, Site(), offline=True, env={})
+    paths = fetch_archives([archive], Host(world.store, PIP), offline=True)
     assert paths[archive].name == "x-1-0.conda" and paths[archive].read_bytes() == b"conda"
     wanted = WantedArchive("x", "1", "https://nowhere.invalid/x.tar.gz", source)
-    where = locate_archive(wanted, world.store, PIP, Site(), offline=True, env={}, default_index=lambda: "")
+    where = locate_archive(wanted, Host(world.store, PIP), offline=True)
     assert where.read_bytes() == b"source" and where.parent == world.store.root / "sources" / source
     lock = DebianLock("bookworm", "2026-07-11T10:16:37Z", (LockedDeb("x", "1", "amd64", "pool/x.deb", deb, 3),))
     assert fetch_debs(lock, world.store, [], Client(PIP, {}))[0].read_bytes() == b"deb"
@@ -151,7 +151,7 @@ def test_conda_packages_sources_and_debian_packages_come_by_their_hashes(world: 
 def test_without_it_in_the_vault_the_other_sources_are_asked(world: World) -> None:
     archive = CondaArchive("https://nowhere.invalid/noarch/x-1-0.conda", "a" * 64)
     with pytest.raises(BuildError) as caught:
-        fetch_archives([archive], world.store, PIP, Site(), offline=True, env={})
+        fetch_archives([archive], Host(world.store, PIP), offline=True)
     assert f"vault oci:{world.top}/vault: not there" in caught.value.message
     assert "not asked, --offline" in caught.value.message
 
@@ -172,13 +172,15 @@ FAULTS: dict[str, Callable[[Call], object]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_of_the_registry_is_an_answer_and_no_end(world: World, name: str) -> None:
     sha256 = hashlib.sha256(b"data").hexdigest()
-    answers = list[str]()
+    answers = list[SourceAnswer]()
     with fake_registry(lambda call: FAULTS[name](call)) as fake:  # type: ignore[arg-type,return-value]
         store = world.at(fake)
         for _ in range(5):
-            assert from_vault([sha256], store, lambda source, reason: answers.append(f"{source}: {reason}")) is None
+            assert from_vault([sha256], store, answers) is None
         asked = len(fake.seen)
-    assert len(answers) == 5 and all(text.startswith(f"vault oci://{fake.address}/team/vault: ") for text in answers)
+    assert len(answers) == 5 and all(
+        str(answer).startswith(f"vault oci://{fake.address}/team/vault: ") for answer in answers
+    )
     assert not store.blobs.path(f"sha256:{sha256}").exists()
     # A vault that answers each request with an error is asked three times, not once for each file.
     assert name != "an error" or asked == 3
