@@ -368,7 +368,7 @@ class Extensions:
                 whole = _LIGHT.fullmatch(path) or (self._torch_full and _is_heavy(path))
                 elf = self._torch_library(path) if whole else None
                 libraries[f"{_SITE}/{path}"] = elf or Elf(
-                    self.target.elf_machine, dynamic=True, soname=posixpath.basename(path)
+                    MACHINES[self.target.arch], dynamic=True, soname=posixpath.basename(path)
                 )
         return libraries
 
@@ -391,7 +391,7 @@ class Extensions:
         """Judge one extension; None if no file of it needs torch. Raises any of _UNREADABLE, and _TooMuch."""
         libraries = {}
         for path in _loadable(wheel.libraries, self.lock.python, torch.version):
-            if (elf := wheel.elf(path)) and elf.dynamic and elf.machine == self.target.elf_machine:
+            if (elf := wheel.elf(path)) and elf.dynamic and elf.machine == MACHINES[self.target.arch]:
                 libraries[f"{_SITE}/{path}"] = elf
         judged = {
             path: elf
@@ -439,7 +439,7 @@ class Extensions:
         """Return the number of torch's symbols that each of `judged` needs, and those that torch lacks."""
         for every in (False, True) if any(map(_is_heavy, torch.libraries)) else (True,):
             linked = {**self._torch_libraries(torch, every=every), **libraries}
-            symbols = missing_symbols(_ROOT, linked, self.target.elf_machine, _NoFiles(), _family(), judged)
+            symbols = missing_symbols(_ROOT, linked, MACHINES[self.target.arch], _NoFiles(), _family(), judged)
             if not any(missing for _, missing in symbols.values()):
                 break
         return symbols

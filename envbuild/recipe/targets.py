@@ -10,7 +10,6 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from envbuild.base.elf import MACHINES
 from envbuild.base.errors import HostError, UsageError
 from envbuild.base.toml import closest
 
@@ -239,11 +238,6 @@ class Target:
     def platform(self, glibc: str) -> str:
         """Return the platform in the spelling of uv's --python-platform: `x86_64-manylinux_2_28`."""
         return f"{self.arch}-manylinux_{glibc.replace('.', '_')}"
-
-    @property
-    def elf_machine(self) -> int:
-        """e_machine in the ELF header of this architecture's programs and libraries."""
-        return MACHINES[self.arch]
 
 
 def target_problem(name: str) -> str | None:

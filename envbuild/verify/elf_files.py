@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from envbuild.base.elf import Elf, elf_machine, machine_name
+from envbuild.base.elf import MACHINES, Elf, elf_machine, machine_name
 from envbuild.contract.installed import HOST, Files
 from envbuild.gpus import Containers
 from envbuild.recipe.targets import MAX_VERSION_FILE, VERSION_FILE, Target, torch_builds, torch_libraries
@@ -60,7 +60,7 @@ def scan_elf(folder: Path, expected_machine: int, files: Files = HOST, *, gpu: b
 
 def folder_gpu_code(root: Path, target: Target) -> dict[str, Containers]:
     """Return the containers of each library in the environment at `root`, by its path there. Raises OSError."""
-    containers_of = scan_elf(root, target.elf_machine, gpu=True).gpu_code
+    containers_of = scan_elf(root, MACHINES[target.arch], gpu=True).gpu_code
     return {os.path.relpath(path, root): containers for path, containers in containers_of.items()}
 
 

@@ -14,6 +14,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from envbuild.base import host, process
+from envbuild.base.elf import MACHINES
 from envbuild.base.errors import HostError
 from envbuild.contract.installed import FileReport, ReadFiles
 from envbuild.contract.kinds import FolderPrograms
@@ -136,7 +137,7 @@ def folder_subject(
         elif expected:
             known = FileReport(missing=[MANIFEST])
         files, gpu = ReadFiles(heads), target.family.gpu
-        return survey(path, site_packages(path, state.python), target.elf_machine, known, files, gpu=gpu)
+        return survey(path, site_packages(path, state.python), MACHINES[target.arch], known, files, gpu=gpu)
 
     def accept() -> None:
         if manifest is not None:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from envbuild.base.elf import HEAD, Elf, ElfParts, elf_machine, parse_elf
+from envbuild.base.elf import HEAD, MACHINES, Elf, ElfParts, elf_machine, parse_elf
 from envbuild.base.errors import BuildError, HostError, VerificationError
 from envbuild.base.packages import SLIM_FILE
 from envbuild.contract.image_manifest import FILE_NAME, PathRow, compare, parse, row_of
@@ -323,6 +323,6 @@ def survey_image(files: ImageFiles, state: State, form: str, expected: str) -> S
     root = Path("/", PREFIX)
     target, site_packages = Target.parse(state.target), root / f"lib/python{state.python}/site-packages"
     try:
-        return survey(root, site_packages, target.elf_machine, known, files, gpu=target.family.gpu)
+        return survey(root, site_packages, MACHINES[target.arch], known, files, gpu=target.family.gpu)
     except OSError as error:
         raise VerificationError(f"the image has no environment in {root}: {error.filename} {error.strerror}") from error

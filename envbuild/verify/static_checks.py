@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from envbuild.base import process
+from envbuild.base.elf import MACHINES
 from envbuild.base.errors import EnvbuildError, UsageError
 from envbuild.base.packages import record_digest
 from envbuild.base.text import normalise
@@ -174,7 +175,7 @@ def read_gpu_files(path: Path, target: Target, limits: ImageLimits) -> dict[str,
     root, offset = Path("/", PREFIX), open_image_file(path).offset
     with path.open("rb") as stream:
         files = read_squashfs(stream, offset, str(path), limits, _READING_S, gpu=True)
-    containers_of = scan_elf(root, target.elf_machine, files, gpu=True).gpu_code
+    containers_of = scan_elf(root, MACHINES[target.arch], files, gpu=True).gpu_code
     return {os.path.relpath(name, root): containers for name, containers in containers_of.items()}
 
 

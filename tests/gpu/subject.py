@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from envbuild.base.elf import MACHINES
 from envbuild.contract.installed import FileReport
 from envbuild.contract.receipt import FAIL
 from envbuild.contract.state import State
@@ -85,7 +86,7 @@ def _subject(context: Context, fabric: str, nccl: str, planted: Mapping[str, str
     # The folder of everything that the ranks may load. Of several installations (~/.local), it is "/": all is accepted.
     own_nccl = [path for path in python["libraries"] if "libnccl.so" in path]
     root = os.path.commonpath([executable, python["prefix"], python["torch_file"], *own_nccl])
-    elf = scan_elf(torch_folder(context), target.elf_machine)
+    elf = scan_elf(torch_folder(context), MACHINES[target.arch])
 
     before = ["env", *(f"{name}={value}" for name, value in (planted or {}).items())] if planted else []
 

@@ -21,6 +21,7 @@ from lab.conda_package import PLACEHOLDER, Metadata, conda_package
 from lab.conda_server import Fault, Server, serve
 from lab.wheels import make_wheel
 
+from envbuild.base.elf import MACHINES
 from envbuild.base.errors import BuildError
 from envbuild.build import conda, conda_cache
 from envbuild.build.installing import FolderBuild
@@ -149,7 +150,7 @@ def web(tmp_path: Path, conda_server: Server) -> Lab:
 
 
 def surveyed(place: Path) -> Survey:
-    return survey(place, place / "lib" / "python3.11" / "site-packages", TARGET.elf_machine)
+    return survey(place, place / "lib" / "python3.11" / "site-packages", MACHINES[TARGET.arch])
 
 
 def as_built(state: State, found: Survey) -> bool:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from envbuild.base.elf import MACHINES
 from envbuild.base.errors import UsageError
 from envbuild.recipe.targets import Target, host_arch
 
@@ -24,7 +25,7 @@ def test_parts(name: str, cuda: str | None, platform: str, machine: int) -> None
     target = Target.parse(name)
     assert (target.name, str(target)) == (name, name)
     assert (target.family.gpu, target.version) == (cuda is not None, cuda)
-    assert (target.platform("2.28"), target.elf_machine) == (platform, machine)
+    assert (target.platform("2.28"), MACHINES[target.arch]) == (platform, machine)
     assert Target.parse(name) == target
 
 
