@@ -100,23 +100,9 @@ class Environment:
 
         Raises HostError when uv does not print it.
         """
-        done = process.run(
-            [
-                self.uv,
-                "pip",
-                "compile",
-                os.devnull,
-                "--emit-index-url",
-                "--no-header",
-                "--no-config",
-                "--offline",
-                "--quiet",
-                "--python",
-                sys.executable,
-            ],
-            env=self.uv_environment(),
-            check=False,
-        )
+        command = [self.uv, "pip", "compile", os.devnull, "--emit-index-url", "--no-header", "--no-config"]
+        command += ["--offline", "--quiet", "--python", sys.executable]
+        done = process.run(command, env=self.uv_environment(), check=False)
         option, _, url = done.stdout.strip().partition(" ")
         if option != "--index-url":
             raise HostError(f"uv does not name its default index:\n{process.tail(done)}", "set pip's index-url")

@@ -42,7 +42,7 @@ from envbuild.plan import Plan
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 from envbuild.store.archives import KIND as SOURCES
-from envbuild.store.remote import cache_of, keep_inputs, signing
+from envbuild.store.remote import cache_of, keep_inputs
 from envbuild.store.vault import Vault
 
 if TYPE_CHECKING:
@@ -78,23 +78,6 @@ def recipe_files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
 
 
-def read_by(plan: Plan, environment: Environment, *, offline: bool) -> Iterator[tuple[Path, str]]:
-    """Yield each file that builds of `plan` read, and its path in a store. Raises BuildError for a missing file."""
-    from envbuild.layers.conda_package import locate_conda
-    from envbuild.layers.source_build import fetch_source
-    from envbuild.layers.wheels import fetch_wheels, published_wheels
-
-    for wheel in published_wheels(plan, environment, offline):
-        yield wheel.path, f"{WHEELS}/{wheel.sha256}/{wheel.path.name}"
-    for package, archive in locate_conda(plan.conda, environment, offline=offline):
-        yield archive, f"{CONDA}/{package.sha256}/{archive.name}"
-    for layer in plan.sources:
-        archive = fetch_source(layer, environment, offline=offline)
-        yield archive, f"{SOURCES}/{layer.sha256}/{archive.name}"
-        for path in fetch_wheels((*layer.wheels, *layer.build), environment, layer.indexes, offline=offline):
-            yield path, f"{WHEELS}/{environment.store.file_digest(path)}/{path.name}"
-
-
 def lock_plans(loaded: LoadedRecipe, target: Target, environment: Environment, *, offline: bool) -> list[LockedPlan]:
     """Return the plans of builds of `loaded` for `target`: each environment, and the image with its builder's lock.
 
@@ -127,8 +110,19 @@ def plan_files(loaded: LoadedRecipe, locked: LockedPlan, environment: Environmen
 
     They are in the store, or in local find-links. Raises BuildError for an unavailable file.
     """
-    plan, builder = locked
-    files = {place: path for path, place in read_by(plan, environment, offline=offline)}
+    from envbuild.layers.conda_package import locate_conda
+    from envbuild.layers.source_build import fetch_source
+    from envbuild.layers.wheels import fetch_wheels, published_wheels
+
+    (plan, builder), digest_of = locked, environment.store.file_digest
+    wheels = [wheel.path for wheel in published_wheels(plan, environment, offline)]
+    archives = locate_conda(plan.conda, environment, offline=offline)
+    files = {f"{CONDA}/{package.sha256}/{archive.name}": archive for package, archive in archives}
+    for layer in plan.sources:
+        archive = fetch_source(layer, environment, offline=offline)
+        files[f"{SOURCES}/{layer.sha256}/{archive.name}"] = archive
+        wheels += fetch_wheels((*layer.wheels, *layer.build), environment, layer.indexes, offline=offline)
+    files |= {f"{WHEELS}/{digest_of(path)}/{path.name}": path for path in wheels}
     for base in filter(None, (plan.base, builder)):
         for digest in base_blobs(base, plan.folder, environment, offline=offline):
             files[f"blobs/sha256/{digest.partition(':')[2]}"] = environment.store.blobs.path(digest)
@@ -137,7 +131,7 @@ def plan_files(loaded: LoadedRecipe, locked: LockedPlan, environment: Environmen
         if state.lock is not None:  # maybe in another folder than the recipe
             own[state.path.name] = state.path
     # One lock may be of several recipes, and of one recipe with several locks of its base.
-    key = json_digest([[name, environment.store.file_digest(path)] for name, path in sorted(own.items())])
+    key = json_digest([[name, digest_of(path)] for name, path in sorted(own.items())])
     return {**{f"recipes/{key.partition(':')[2]}/{name}": path for name, path in own.items()}, **files}
 
 
@@ -149,10 +143,9 @@ def keep_built(loaded: LoadedRecipe, plans: Sequence[LockedPlan], environment: E
     if isinstance(vault.source, Blobs) and (vault.source.root.parent / FILE).exists():
         return
     try:
-        signers, signer = signing(environment.site, environment.variables, writes=True)
         for plan in plans:
             files = plan_files(loaded, plan, environment, offline=offline)
-            _, sent = keep_inputs(vault, plan[0].lock_digest, files, environment.store, signers, signer)
+            _, sent = keep_inputs(vault, plan[0].lock_digest, files, environment.store)
             log(f"{vault.name} keeps the {len(files)} files of this build; {human_size(sent)} uploaded")
     except (BuildError, UsageError) as error:
         log(f"warning: {vault.name} does not keep the files of this build: {error.message}")
@@ -176,18 +169,9 @@ def make_bundle(
     a bundle, LockError or BuildError when a lock or a file is not available.
     """
     check_portable(loaded, "a bundle")
+    use: LockUse = {"locked": False, "offline": offline, "log": log}
     plans = [
-        prepare(
-            loaded,
-            target,
-            environment,
-            artifact=kind,
-            locked=False,
-            offline=offline,
-            log=log,
-            conda=ARTIFACTS[kind].of_conda,
-        )
-        for kind in kinds
+        prepare(loaded, target, environment, artifact=kind, conda=ARTIFACTS[kind].of_conda, **use)[0] for kind in kinds
     ]
     python = tools_python(loaded) if tools else ""
     about = {
@@ -195,7 +179,7 @@ def make_bundle(
         "recipe": loaded.recipe.name,
         "target": target.name,
         "kinds": list(kinds),
-        "plans": [plan.digest for plan, _ in plans],
+        "plans": [plan.digest for plan in plans],
         # All files of the recipe: a plan's digest leaves out tables that do not change the content, such as [verify].
         "files": _digest((file, str(file.relative_to(loaded.folder))) for file in recipe_files(loaded.folder)),
         "python": python,
@@ -212,9 +196,9 @@ def make_bundle(
             with atomic.writing(staged):
                 shutil.copytree(loaded.folder, staged / "recipes" / loaded.recipe.name)
                 vault = Vault(f"oci:{path}", Blobs(staged / "blobs"))
-                for plan, _ in plans:
-                    files = {place: file for file, place in read_by(plan, environment, offline=offline)}
-                    keep_inputs(vault, plan.lock_digest, files, environment.store, (), None)
+                for plan in plans:
+                    files = plan_files(loaded, (plan, None), environment, offline=offline)
+                    keep_inputs(vault, plan.lock_digest, files, environment.store)
                 if tools:
                     log(f"envbuild {envbuild.__version__} and its dependencies, for Python {python}")
                     _put_tools(staged / "envbuild", target, python, environment, offline)
@@ -280,30 +264,10 @@ def _put_tools(folder: Path, target: Target, python: str, environment: Environme
     settings = folder.parent / ".uv.toml"
     environment.write_uv_settings(settings, ())
     try:
-        done = process.run(
-            [
-                environment.uv,
-                "pip",
-                "install",
-                "--config-file",
-                settings,
-                "--quiet",
-                "--target",
-                folder,
-                "--python-platform",
-                target.platform(_GLIBC),
-                "--python-version",
-                python,
-                "--only-binary",
-                ":all:",
-                "--python",
-                sys.executable,
-                *(["--offline"] if offline else []),
-                *requirements,
-            ],
-            env=environment.uv_environment(),
-            check=False,
-        )
+        line: list[str | Path] = [environment.uv, "pip", "install", "--config-file", settings, "--quiet"]
+        line += ["--target", folder, "--python-platform", target.platform(_GLIBC), "--python-version", python]
+        line += ["--only-binary", ":all:", "--python", sys.executable, *(["--offline"] if offline else [])]
+        done = process.run([*line, *requirements], env=environment.uv_environment(), check=False)
     finally:
         settings.unlink(missing_ok=True)
     if done.returncode != 0:

@@ -39,7 +39,7 @@ from envbuild.recipe.targets import Target
 from envbuild.store.client import SourceAnswer, from_vault
 from envbuild.store.entry import CacheEntry, EntryFile, is_further
 from envbuild.store.pieces import INPUT
-from envbuild.store.remote import kept_inputs, signing
+from envbuild.store.remote import kept_inputs, named_vault
 from envbuild.store.store import Store
 from envbuild.store.vault import Vault
 
@@ -233,10 +233,7 @@ def kept_recipes(lock: str, folder: Path, environment: Environment) -> Iterator[
     Raises BuildError for a file that the vault lacks, RecipeError for a recipe that this envbuild cannot read, and
     UsageError without a vault.
     """
-    if (vault := environment.store.vault) is None:
-        raise UsageError("no vault is named", "set `vault` in site.toml, or ENVBUILD_VAULT")
-    signers, _ = signing(environment.site, environment.variables, writes=False)
-    yield from _recipes_of(kept_inputs(vault, lock, signers)[0], folder, environment)
+    yield from _recipes_of(kept_inputs(named_vault(environment), lock)[0], folder, environment)
 
 
 def _recipes_of(files: Sequence[EntryFile], folder: Path, environment: Environment) -> Iterator[LoadedRecipe]:

@@ -29,9 +29,9 @@ from envbuild.store.remote import (
     counted,
     keep_inputs,
     kept_inputs,
+    named_vault,
     pull_recipe,
     push_recipe,
-    signing,
 )
 from envbuild.store.usage import Removal, StoreItem, choose, items, own_items, recipes, remove
 from envbuild.store.vault import Vault
@@ -366,7 +366,7 @@ def vault_push_command(recipes: tuple[str, ...], every: bool, target: str | None
     environment, vault = _vault()
     if every == bool(recipes):
         raise UsageError("name the recipes to keep", "give RECIPE…, or --all")
-    signers, signer = signing(environment.site, environment.variables, writes=True)
+    vault.keys(True)  # raises before anything is downloaded
     rows: list[dict[str, Any]] = []
     faults: list[BuildError] = []
     work = _plans(_recipes(recipes, environment), target, environment)
@@ -377,7 +377,7 @@ def vault_push_command(recipes: tuple[str, ...], every: bool, target: str | None
         except BuildError as error:  # the other plans are kept
             faults.append(error)
             continue
-        size, sent = keep_inputs(vault, plan[0].lock_digest, files, environment.store, signers, signer)
+        size, sent = keep_inputs(vault, plan[0].lock_digest, files, environment.store)
         rows.append({**about, "files": len(files), "bytes": size, "uploaded_bytes": sent})
         log(f"{plan[0].recipe} {plan[0].target}: {len(files)} files, {human_size(size)}; {human_size(sent)} uploaded")
     if faults:
@@ -400,9 +400,8 @@ def vault_status_command(as_json: bool) -> None:
       envbuild vault status --json | jq '.locks[] | select(.missing != [])'
     """
     environment, vault = _vault()
-    signers, _ = signing(environment.site, environment.variables, writes=False)
     names = locked_names(_recipes((), environment))
-    kept = {lock: kept_inputs(vault, lock, signers) for lock in vault.locks()}
+    kept = {lock: kept_inputs(vault, lock) for lock in vault.locks()}
     owners = Counter(digest for files, _ in kept.values() for digest in {file.digest for file in files})
     sizes = {file.digest: file.size for files, _ in kept.values() for file in files}
     lacking = each(list(sizes.items()), lambda row, stop: row[0] if vault.lacks(*row, stop) else "", _REQUESTS)
@@ -413,7 +412,12 @@ def vault_status_command(as_json: bool) -> None:
         row = {"lock": lock, "kept": day, "of": names.pop(lock, []), "files": len(files)}
         row |= {"bytes": sum(own.values()), "own_bytes": sum(size for key, size in own.items() if owners[key] == 1)}
         rows.append({**row, "missing": sorted(file.name for file in files if file.digest in missing)})
-    value = {"vault": vault.name, "locks": rows, "bytes": sum(sizes.values()), "signers": len(signers)}
+    value = {
+        "vault": vault.name,
+        "locks": rows,
+        "bytes": sum(sizes.values()),
+        "signers": len(environment.site.trust.cache_signers),
+    }
     value["not_kept"] = [{"lock": lock, "of": of} for lock, of in names.items()]
     lines = [
         [
@@ -496,8 +500,4 @@ def _recipes(names: Sequence[str], environment: Environment) -> list[LoadedRecip
 
 def _vault() -> tuple[Environment, Vault]:
     environment = run_environment()
-    if environment.store.vault is None:
-        raise UsageError(
-            "no vault is named", "set `vault` in site.toml, or ENVBUILD_VAULT=oci://registry.example.org/team/vault"
-        )
-    return environment, environment.store.vault
+    return environment, named_vault(environment)

@@ -35,6 +35,7 @@ from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import CACHE, VAULT, Site
 from envbuild.store.client import transport_of
 from envbuild.store.entry import FILE_TYPE, KINDS, CacheEntry, EntryFile, read_entry, render_entry
+from envbuild.store.sources import FetchSettings
 from envbuild.store.store import Store
 from envbuild.store.usage import recipes
 from envbuild.store.vault import Vault
@@ -406,14 +407,24 @@ def open_vault(site: Site, pip: PipConfig, env: Mapping[str, str], *, offline: b
     Raises UsageError for a faulty setting.
     """
     url, _ = cache_of(site, env, "vault")
-    if url.startswith("oci://"):
-        return None if offline else Vault(url, registry_of(url.removeprefix("oci://"), site, pip, env))
-    return Vault(url, Blobs(Path(url.removeprefix("oci:")).expanduser().absolute() / "blobs")) if url else None
+    if not url or (offline and url.startswith("oci://")):
+        return None
+    folder = Path(url.removeprefix("oci:")).expanduser().absolute()
+    is_folder = not url.startswith("oci://")
+    source = Blobs(folder / "blobs") if is_folder else registry_of(url.removeprefix("oci://"), site, pip, env)
+    return Vault(url, source, keys=lambda writes: signing(site, env, writes=writes))
 
 
-def keep_inputs(
-    vault: Vault, lock: str, paths: Mapping[str, Path], store: Store, signers: Sequence[Key], signer: Signer | None
-) -> tuple[int, int]:
+def named_vault(host: FetchSettings) -> Vault:
+    """Return the vault of a run. Raises UsageError without one."""
+    if (vault := host.store.vault) is None:
+        raise UsageError(
+            "no vault is named", "set `vault` in site.toml, or ENVBUILD_VAULT=oci://registry.example.org/team/vault"
+        )
+    return vault
+
+
+def keep_inputs(vault: Vault, lock: str, paths: Mapping[str, Path], store: Store) -> tuple[int, int]:
     """Add the inputs of the builds of a lock to the vault; return their bytes, and those that the vault lacked.
 
     `lock` is its digest, `paths` has the files by their names in store/entry.py. Files that the vault's entry of this
@@ -422,12 +433,12 @@ def keep_inputs(
     entry = CacheEntry("lock", lock.partition(":")[2])
     files, places = _files_of(paths, store)
     with suppress(BuildError):  # an invalid entry is replaced
-        old = [file for file in kept_inputs(vault, lock, signers)[0] if file.name not in paths]
+        old = [file for file in kept_inputs(vault, lock)[0] if file.name not in paths]
         lost = each(
             old, lambda file, stop: file.content is None and vault.lacks(file.digest, file.size, stop), _PARALLEL
         )
         files += [file for file, is_lost in zip(old, lost, strict=True) if not is_lost]
-    manifest = parse_json(render_entry(entry, files, 0.0, signer))
+    manifest = parse_json(render_entry(entry, files, 0.0, vault.keys(True)[1]))
     # With its lock, no two entries have one manifest, which a registry could remove only for both.
     manifest["annotations"] |= {_KEPT: f"{datetime.now(UTC):%Y-%m-%dT00:00:00Z}", _LOCK: lock}
     sizes = {file.digest: file.size for file in files}
@@ -435,16 +446,16 @@ def keep_inputs(
         return sum(sizes.values()), vault.publish(canonical(manifest), entry.tag, places, on_progress)
 
 
-def kept_inputs(vault: Vault, lock: str, signers: Sequence[Key]) -> tuple[list[EntryFile], str]:
+def kept_inputs(vault: Vault, lock: str) -> tuple[list[EntryFile], str]:
     """Return the inputs of the builds of a lock that the vault has, [] for none, and the day of their last push.
 
-    Raises BuildError, also for an invalid entry, and for one without a signature of `signers`, if there are any.
+    Raises BuildError, also for an invalid entry, and for one without a signature of the vault's signers, if it has any.
     """
     entry = CacheEntry("lock", lock.partition(":")[2])
     if (raw := vault.manifest(entry.tag)) is None:
         return [], ""
     try:
-        return read_entry(raw, entry, signers)[0], str(parse_json(raw)["annotations"][_KEPT])
+        return read_entry(raw, entry, vault.keys(False)[0])[0], str(parse_json(raw)["annotations"][_KEPT])
     except (ValueError, KeyError, TypeError) as error:
         raise BuildError(f"the vault's {entry.tag} is refused: {error}", "keep it again: envbuild vault push") from None
 

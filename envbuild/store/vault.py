@@ -11,11 +11,11 @@ import re
 import threading
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from email.parser import HeaderParser
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from envbuild.base.atomic import file_lock, write_atomically
 from envbuild.base.errors import BuildError
@@ -33,6 +33,9 @@ from envbuild.image.registry import Registry, download_blob, manifest_of
 from envbuild.image.registry_upload import has_blob
 from envbuild.store.entry import FILE_TYPE
 
+if TYPE_CHECKING:
+    from securesystemslib.signer import Key, Signer
+
 # Requests that may fail before the vault is not asked any more in a run.
 _FAILURES = 3
 _MOST_METADATA = 1 << 20
@@ -45,13 +48,15 @@ _NO_WHEEL = (OSError, ValueError, EOFError, RuntimeError, NotImplementedError, z
 class Vault:
     """The vault at `name` (oci://HOST/NAME, or oci:FOLDER), whose blobs are in `source`. Used by several threads.
 
-    With `quota`, the files in its wheels are counted: of a repository that also has the lock with their digests. `dead`
-    is why it is not asked any more; `fetched_bytes` are those of the files that it brought.
+    With `quota`, the files in its wheels are counted: of a repository that also has the lock with their digests. `keys`
+    returns the keys of which one must have signed each entry, and, to write, the signer of new ones. `dead` is why it
+    is not asked any more; `fetched_bytes` are those of the files that it brought.
     """
 
     name: str
     source: Registry | Blobs
     quota: Quota | None = None
+    keys: Callable[[bool], tuple[list[Key], Signer | None]] = lambda _writes: ([], None)
     dead: RequestFailed | None = None
     fetched_bytes: int = 0
     _failures: int = 0
