@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from envbuild.base.errors import LockError
+from envbuild.base import process
+from envbuild.base.errors import BuildError, LockError, UsageError
+from envbuild.base.git import run_git
 from envbuild.base.progress import Log
 from envbuild.compat.stack import Stack, stack_of
 from envbuild.layers.requested import requested_layers
+from envbuild.lock import conda_format
 from envbuild.lock.base import has_base, image_lock
-from envbuild.lock.format import Lock
+from envbuild.lock.conda import CondaLock
+from envbuild.lock.conda_format import CondaPart
+from envbuild.lock.format import FIRST_LINE, Lock, parse
 from envbuild.lock.lifecycle import LockKind, LockState
 from envbuild.lock.wheels import wheel_lock
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.model import PYTHONS
 from envbuild.recipe.targets import Target
 
 # Each part is an option of `envbuild lock`. With source layers, the image part is two locks.
 PARTS = ("wheels", "image", "conda")
+_LOCK_FILES = (".requirements.txt", ".conda-lock.yml")
 
 
 def needed_locks(loaded: LoadedRecipe, target: Target, parts: Collection[str] = PARTS) -> list[LockKind[Any]]:
@@ -89,6 +97,40 @@ def locked_names(recipes: Iterable[LoadedRecipe]) -> dict[str, list[str]]:
                     if state.lock is not None and state.fault is None:
                         names.setdefault(state.lock.digest, []).append(f"{loaded.recipe.name} {name} {kind.label}")
     return names
+
+
+def referenced_locks(repository: Path, variables: Mapping[str, str]) -> set[str]:
+    """Return the digests of the locks of packages in all branches and tags of a git repository.
+
+    Raises UsageError for a clone that may lack some, BuildError when git fails, LockError for a lock of another format.
+    """
+
+    def git(*words: str) -> str:
+        done = run_git(repository, *words, variables=variables)
+        if done.returncode != 0:
+            raise BuildError(f"git {words[0]} failed in {repository}:\n{process.tail(done)}", "nothing was removed")
+        return done.stdout
+
+    if git("rev-parse", "--is-shallow-repository").strip() != "false":
+        raise UsageError(f"{repository} is a shallow clone, which may lack branches and tags", "clone it as a whole")
+    files: dict[str, str] = {}
+    for ref in git("for-each-ref", "--format=%(refname)").split():
+        rows = [row.partition("\t") for row in git("ls-tree", "-r", "-z", "--full-tree", ref).split("\0")]
+        files |= {about.split()[2]: path for about, _, path in rows if path.endswith(_LOCK_FILES)}
+    pip, parts = dict[str, Lock](), list[CondaPart]()
+    for sha, path in files.items():
+        text = git("cat-file", "blob", sha).replace("\r\n", "\n")
+        if text.startswith(FIRST_LINE):
+            lock = parse(text, path)
+            pip[lock.digest] = lock
+        elif path.endswith(".yml") and conda_format.MARK in text:  # others make such files, too
+            parts += conda_format.parse(text, path).values()
+    digests = set(pip)
+    for part in parts:  # without pip's packages, the digest has the recipe's Python
+        none = [Lock(part.recipe, part.target, python, "", "", ()) for python in PYTHONS]
+        for lock in [pip[part.pip_digest]] if part.pip_digest in pip else none:
+            digests.add(CondaLock(part.recipe, part.target, part.recipe_digest, part.packages, lock).digest)
+    return digests
 
 
 def changed_locks(before: LoadedRecipe, after: LoadedRecipe) -> list[LockKind[Any]]:

@@ -6,6 +6,8 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,13 +18,14 @@ from envbuild.base.progress import log
 from envbuild.base.text import AGES, SIZES, human_size, seconds, size
 from envbuild.base.workers import each
 from envbuild.cli import complete, layout
-from envbuild.cli.common import open_recipe, open_target, print_json, run_environment, show, with_options
+from envbuild.cli.common import PATH, open_recipe, open_target, print_json, run_environment, show, with_options
 from envbuild.environment import Environment
 from envbuild.layers.store_check import check_store
-from envbuild.locks import locked_names
+from envbuild.locks import locked_names, referenced_locks
 from envbuild.recipe.find import list_recipes, search_folders
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.run_environment import load_environment
+from envbuild.store.entry import CacheEntry
 from envbuild.store.remote import (
     RemoteCache,
     cache_of,
@@ -434,6 +437,47 @@ def vault_status_command(as_json: bool) -> None:
         raise VerificationError(
             f"{vault.name} lacks {len(missing)} files of its locks", "keep them again: `envbuild vault push RECIPE`"
         )
+
+
+@vault_command.command("prune")
+@click.option("--older-than", metavar="AGE", help="Only locks that nobody pushed for AGE, such as 52w.")
+@click.option("--not-in", "repository", type=PATH, metavar="DIR", help="Only locks that no branch or tag of it names.")
+@click.option("--dry-run", "dry", is_flag=True, help="Remove nothing; list what would be removed.")
+@with_options("json")
+def vault_prune_command(older_than: str | None, repository: Path | None, dry: bool, as_json: bool) -> None:
+    """Remove locks from the vault, with the files that no other lock has.
+
+    Locks of the recipes that envbuild finds here always stay. --not-in names a clone of a git repository with all of
+    its branches and tags; with --older-than too, both must hold. A registry frees the files when it collects garbage.
+
+    \b
+    Examples:
+      envbuild vault prune --not-in . --older-than 52w --dry-run
+    """
+    age = _given("--older-than", older_than, seconds, AGES)
+    if age is None and repository is None:
+        raise UsageError("choose what to remove", "give --older-than, --not-in or both")
+    environment, vault = _vault()
+    staying = set(locked_names(_recipes((), environment)))
+    kept = {lock: kept_inputs(vault, lock) for lock in vault.locks()}
+    if repository is not None:
+        referenced = referenced_locks(repository, environment.variables)
+        if kept and not referenced & kept.keys():
+            text = f"no branch or tag of {repository} names a lock of {vault.name}"
+            raise UsageError(f"{text}: nothing is removed", "give the git repository with the recipes of this vault")
+        staying |= referenced
+    before = f"{datetime.now(UTC) - timedelta(seconds=age or 0):%Y-%m-%dT%H:%M:%SZ}"
+    removed = [lock for lock, (_, day) in kept.items() if lock not in staying and day < before]
+    held = {file.digest for lock, (files, _) in kept.items() if lock not in removed for file in files}
+    freed = {file.digest: file.size for lock in removed for file in kept[lock][0] if file.digest not in held}
+    if removed and not dry:
+        vault.remove([CacheEntry("lock", lock.partition(":")[2]).tag for lock in removed], list(freed))
+    rows: list[list[Any]] = [[lock, kept[lock][1][:10], len(kept[lock][0])] for lock in removed]
+    size, left, names = sum(freed.values()), len(kept) - len(removed), ("lock", "kept", "files")
+    value = {"removed": [dict(zip(names, row, strict=True)) for row in rows], "bytes": size, "left": left}
+    show(as_json, {"vault": vault.name, **value}, *layout.columns([[*row[:2], f"{row[2]} files"] for row in rows]))
+    action = "would be removed" if dry else "removed"
+    log(f"{len(removed)} locks, {human_size(size)}: {action}; {left} remain")
 
 
 @vault_command.command("check")

@@ -230,6 +230,14 @@ class Registry:
             raise complain(f"the tags of {self.reference.name}", [(self.endpoint, failed)]) from None
         return [tag for tag in names if isinstance(tag, str)]
 
+    def delete(self, digest: str) -> None:
+        """Remove a manifest and all of its tags, if the repository has it."""
+        url, ok = self.endpoint.url(f"manifests/{digest}"), (200, 202, 204, 404)
+        try:
+            self.endpoint.request("DELETE", url, threading.Event(), push=True, ok=ok).close()
+        except RequestFailed as error:
+            raise complain(f"removing {self._named(digest)}", [(self.endpoint, error)]) from None
+
     def close(self) -> None:
         """Close the open connections."""
         for endpoint in (*self.mirrors, self.endpoint):

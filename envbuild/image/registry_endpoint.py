@@ -216,7 +216,8 @@ class Endpoint:
         It is authorized to pull, with `push` also to push, and with `mount_from` to pull from that repository as well.
         `body` is iterated over each time that it is sent. Raises RequestFailed.
         """
-        scopes = [f"repository:{self.repository}:{'pull,push' if push else 'pull'}"]
+        actions = "pull,push,delete" if method == "DELETE" else "pull,push" if push else "pull"
+        scopes = [f"repository:{self.repository}:{actions}"]
         if mount_from:
             scopes.append(f"repository:{mount_from}:pull")
 

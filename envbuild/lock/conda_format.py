@@ -20,7 +20,7 @@ from envbuild.lock.conda import WORD, CondaLock, CondaPackage, conda_platform, e
 from envbuild.recipe.targets import ARCHES, Target, target_problem
 
 FORMAT = "1"
-_MARK = "envbuild_"  # envbuild's keys in custom_metadata
+MARK = "envbuild_"  # envbuild's keys in custom_metadata
 _HINT = "restore the file from version control, or remove it and run `envbuild lock RECIPE --conda`"
 _HEX = {"md5": re.compile(r"[0-9a-f]{32}"), "sha256": re.compile(r"[0-9a-f]{64}")}
 _AS_OF = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ)?")
@@ -83,7 +83,7 @@ def render(parts: Iterable[CondaPart]) -> str:
         lines += [f"  - url: {_text(channel)}", "    used_env_vars: []"]
     lines += ["  platforms:", *(f"  - {_text(part.platform)}" for part in parts)]
     lines += ["  sources:", f"  - {_text('recipe.toml')}", "  custom_metadata:"]
-    lines += [f"    {_MARK}{key}: {_text(value)}" for key, value in custom.items()]
+    lines += [f"    {MARK}{key}: {_text(value)}" for key, value in custom.items()]
     rows = [(package.name, part.platform, package) for part in parts for package in part.packages]
     lines.append("package:" if rows else "package: []")
     for name, platform, package in sorted(rows, key=lambda row: row[:2]):
@@ -103,7 +103,7 @@ def parse(text: str, source: str) -> dict[str, CondaPart]:
         raise LockError(f"{source}: 'metadata' is missing or not a table", _HINT)
     custom = metadata.get("custom_metadata")
     own = custom if isinstance(custom, dict) else {}
-    version = own.get(f"{_MARK}format")
+    version = own.get(f"{MARK}format")
     if version is None:
         raise LockError(
             f"{source}: was not made by envbuild: metadata has no custom_metadata of it",
@@ -113,17 +113,17 @@ def parse(text: str, source: str) -> dict[str, CondaPart]:
         raise LockError(
             f"{source}: format {version!r} is not known (known: {FORMAT})", "a newer envbuild wrote it: update envbuild"
         )
-    recipe, accelerator = own.get(f"{_MARK}recipe"), own.get(f"{_MARK}accelerator")
+    recipe, accelerator = own.get(f"{MARK}recipe"), own.get(f"{MARK}accelerator")
     hashes = metadata.get("content_hash")
     if not isinstance(hashes, dict) or not isinstance(recipe, str):
-        raise LockError(f"{source}: content_hash or {_MARK}recipe is missing", _HINT)
+        raise LockError(f"{source}: content_hash or {MARK}recipe is missing", _HINT)
     packages = _packages(data, source, text)
     parts: dict[str, CondaPart] = {}
     for platform, digest in hashes.items():
         arch = next((a for a in ARCHES if conda_platform(Target("cpu", a)) == platform), None)
         target = f"{accelerator}-{arch}"
-        channels, pip = own.get(f"{_MARK}channels_{platform}"), own.get(f"{_MARK}pip_{platform}")
-        as_of = own.get(f"{_MARK}exclude_newer_as_of_{platform}", "")
+        channels, pip = own.get(f"{MARK}channels_{platform}"), own.get(f"{MARK}pip_{platform}")
+        as_of = own.get(f"{MARK}exclude_newer_as_of_{platform}", "")
         digests = [digest] if pip is None else [digest, pip]
         good = all(isinstance(value, str) and _HEX["sha256"].fullmatch(value) for value in digests)
         good = good and isinstance(as_of, str) and _AS_OF.fullmatch(as_of) is not None

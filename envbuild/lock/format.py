@@ -40,7 +40,7 @@ _FIELDS = {
 }
 _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})$")
 _FAULTS = 100
-_FIRST_LINE = "# envbuild lock, format "
+FIRST_LINE = "# envbuild lock, format "
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def render(lock: Lock) -> str:
     """Return the text of the lock file; `parse` returns an equal lock."""
     values = (lock.recipe, lock.target, lock.python, lock.platform, lock.recipe_digest)
     head = [
-        f"{_FIRST_LINE}{FORMAT}; made by: envbuild lock {lock.recipe} --target {lock.target}",
+        f"{FIRST_LINE}{FORMAT}; made by: envbuild lock {lock.recipe} --target {lock.target}",
         *(f"# {key}: {value}" for key, value in zip(_KEYS, values, strict=True)),
         *(f"# exclude-newer-as-of: {as_of}" for as_of in [lock.as_of] if as_of),
         *(f"# override: {override}" for override in lock.overrides),
@@ -138,9 +138,9 @@ def parse(text: str, source: str) -> Lock:
     warnings: list[str] = []
     built: list[BuiltPackage] = []
     faults: list[str] = []
-    if not text.startswith(_FIRST_LINE):
+    if not text.startswith(FIRST_LINE):
         raise LockError(f"{source}: not an envbuild lock", "delete it and run `envbuild lock` again")
-    format_text = text[len(_FIRST_LINE) :].partition(";")[0].strip()
+    format_text = text[len(FIRST_LINE) :].partition(";")[0].strip()
     if format_text != str(FORMAT):
         raise LockError(
             f"{source}: lock format {format_text!r}; this envbuild reads format {FORMAT}",

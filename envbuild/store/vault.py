@@ -11,7 +11,8 @@ import re
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.parser import HeaderParser
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from envbuild.base.atomic import file_lock, write_atomically
 from envbuild.base.errors import BuildError
 from envbuild.base.files import link_or_copy, parse_json
+from envbuild.base.packages import digest_of
 from envbuild.base.progress import OnProgress, log
 from envbuild.base.system_errors import file_error
 from envbuild.base.text import normalise
@@ -154,23 +156,45 @@ class Vault:
             if self.manifest(tag) != manifest:  # a proxy may answer for it
                 raise BuildError(f"{self.name}:{tag}: the registry took it, and does not have it", "run it again")
             return pushed.uploaded_bytes
-        missing = [blob for blob in blobs if not self.source.has(blob)]
-        try:
+        with self._writing(self.source) as rows:
+            missing = [blob for blob in blobs if not self.source.has(blob)]
             for blob in missing:
                 new = self.source.partial(blob.digest)
                 new.unlink(missing_ok=True)
                 link_or_copy(files[blob.digest], new)  # a killed copy leaves no file under the name of a digest
                 self.source.adopt(new, blob.digest)
             row = Descriptor(OCI_MANIFEST, self.source.add(manifest), len(manifest), annotations={REF_NAME: tag})
-            with file_lock(self.source.root / "partial" / "index.lock", remove=True):
-                rows = {**self._layout(), tag: row.as_json()}
-                index = {"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": list(rows.values())}
-                write_atomically(self.source.root.parent / "oci-layout", '{"imageLayoutVersion":"1.0.0"}')
-                write_atomically(self.source.root.parent / "index.json", canonical(index).decode())
-        except OSError as error:
-            where = self.source.root.parent
-            raise BuildError(file_error(error, where), "choose a writable folder with free disk space") from error
+            rows[tag] = row.as_json()
         return sum(blob.size for blob in missing)
+
+    def remove(self, tags: Sequence[str], unused: Sequence[str]) -> None:
+        """Remove entries; of a folder also the blobs `unused` (digests), which only they have. Raises BuildError.
+
+        A registry frees the blobs by its own garbage collection.
+        """
+        if isinstance(self.source, Registry):
+            for raw in filter(None, map(self.manifest, tags)):
+                self.source.delete(digest_of(raw))
+            return
+        with self._writing(self.source) as rows:
+            if others := [tag for tag in rows if not tag.startswith("lock-")]:  # they may have the same blobs
+                raise BuildError(f"{self.name} also has {others[0]}, which is no lock", "remove it from the folder")
+            gone = [row["digest"] for row in map(rows.pop, tags)]
+        for digest in (*gone, *unused):
+            self.source.path(digest).unlink(missing_ok=True)
+
+    @contextmanager
+    def _writing(self, blobs: Blobs) -> Iterator[dict[str, dict[str, Any]]]:
+        """Yield the rows of the layout's index by their tags while no other process changes them, then write them."""
+        folder = blobs.root.parent
+        try:
+            with file_lock(blobs.partial(":index.lock"), remove=True):
+                yield (rows := self._layout())
+                index = {"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": list(rows.values())}
+                write_atomically(folder / "oci-layout", '{"imageLayoutVersion":"1.0.0"}')
+                write_atomically(folder / "index.json", canonical(index).decode())
+        except OSError as error:
+            raise BuildError(file_error(error, folder), "choose a writable folder with free disk space") from error
 
     def _layout(self) -> dict[str, dict[str, Any]]:
         """Return the rows of the layout's index by their tags. Raises BuildError for a damaged index."""

@@ -187,6 +187,62 @@ def test_a_folder_is_a_vault_too_and_may_be_read_offline(team: Team) -> None:
     assert node.json("vault", "status")["locks"][0]["missing"] == []
 
 
+def git(folder: Path, *words: str) -> None:
+    line = ["git", "-C", str(folder), "-c", "user.name=lab", "-c", "user.email=lab@example.org", *words]
+    subprocess.run(line, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("form", ["registry", "folder"])
+def test_locks_that_no_ref_names_are_removed_with_their_files(team: Team, form: str) -> None:
+    vault = f"oci:{team.top}/kept" if form == "folder" else ""
+    builder = Command(team.top, {**team.builder.env, **team.site("prune", vault=vault)})
+    builder.json("vault", "push", "one", "two")
+    repository = team.top / "repository"
+    shutil.copytree(team.top / "recipes", repository / "recipes")
+    git(repository.parent, "init", "--quiet", "repository")
+    git(repository, "add", ".")
+    git(repository, "commit", "--quiet", "-m", "both")
+    git(repository, "branch", "old")
+    shutil.rmtree(repository / "recipes/one")
+    git(repository, "commit", "--quiet", "-a", "-m", "one is gone")
+    # Of a host without recipes; a branch names both locks of "one".
+    node = Command(repository.parent, {**builder.env, "ENVBUILD_RECIPES": "/nonexistent"})
+    shutil.rmtree(team.top / "recipes")
+
+    def prune(*options: str, status: int = 0, words: str = "") -> dict[str, Any]:
+        done = node("vault", "prune", "--json", *options)
+        assert done.returncode == status and words in done.stderr, done.stderr
+        return json.loads(done.stdout) if status == 0 else {}
+
+    prune(status=2, words="choose what to remove")
+    (team.top / "other").mkdir()
+    prune("--not-in", "other", status=4, words="git rev-parse failed")
+    git(team.top, "init", "--quiet", "other")
+    prune("--not-in", "other", status=2, words="names a lock of")
+    git(team.top, "clone", "--quiet", "--depth=1", repository.as_uri(), "shallow")
+    prune("--not-in", "shallow", status=2, words="shallow")
+    assert prune("--not-in", "repository")["removed"] == []
+    git(repository, "tag", "-a", "-m", "a tag counts, too", "v1", "old")
+    git(repository, "branch", "-D", "old")
+    assert prune("--not-in", "repository")["removed"] == []
+    git(repository, "tag", "-d", "v1")
+    assert prune("--not-in", "repository", "--older-than", "1d")["removed"] == []
+    planned = prune("--not-in", "repository", "--dry-run")
+    assert len(planned["removed"]) == 2 and planned["left"] == 2 and planned["bytes"] > 300_000
+    assert len(node.json("vault", "status")["locks"]) == 4
+    assert prune("--not-in", "repository") == planned
+    shown = node.json("vault", "status")
+    assert [row["missing"] for row in shown["locks"]] == [[], []] and shown["bytes"] < 300_000
+    wheels = sorted(team.top.glob("wheels/*.whl"))
+    digests = [hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in wheels]
+    if form == "folder":
+        assert [(team.top / "kept/blobs/sha256" / digest).exists() for digest in digests] == [False, True]
+    # What is older than an age, and of no recipe here.
+    assert len(prune("--older-than", "0h", "--dry-run")["removed"]) == 2
+    shutil.copytree(repository / "recipes", team.top / "recipes")
+    assert prune("--older-than", "0h")["removed"] == []
+
+
 def test_a_fault_at_any_request_of_a_build_is_no_fault_where_an_index_has_the_files(team: Team) -> None:
     wanted = team.built(team.builder, "built")
     team.builder.json("vault", "push", "one", "--target", TARGET)
