@@ -7,6 +7,8 @@ once. `pull` builds the same environment from them. `rebuild` builds what a rece
 
 from __future__ import annotations
 
+import csv
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -18,11 +20,12 @@ from envbuild.base.errors import BuildError, UsageError, VerificationError
 from envbuild.base.files import is_file_name, parse_json
 from envbuild.base.progress import log
 from envbuild.base.toml import read
+from envbuild.build import docker
 from envbuild.build.bundle import check_portable, lock_plans, plan_files
 from envbuild.build.commit import Result
 from envbuild.build.folder import make_environment, prepare_folder
-from envbuild.build.image import prepare_image
-from envbuild.build.image_layers import PreparedImage
+from envbuild.build.image import image_layers, prepare_image
+from envbuild.build.image_layers import PreparedImage, assemble
 from envbuild.build.share import MOST, PulledArtifact, attested_receipt, push_blobs
 from envbuild.build.squash import ImageFileOptions, OutputFile, make_from_recipe
 from envbuild.contract.kinds import ARTIFACTS, Artifact, FolderArtifact
@@ -32,6 +35,7 @@ from envbuild.image.limits import Quota
 from envbuild.image.model import Descriptor
 from envbuild.image.registry import Pushed, Registry
 from envbuild.image.squashfs.model import codec_of
+from envbuild.layers.layer_cache import TarCache
 from envbuild.lock.lifecycle import LockUse
 from envbuild.plan import Plan
 from envbuild.recipe.load import LoadedRecipe, decode_recipe
@@ -43,6 +47,8 @@ from envbuild.store.remote import kept_inputs, named_vault
 from envbuild.store.store import Store
 from envbuild.store.vault import Vault
 
+# Returns the layer or package that made each file of an artifact.
+Titles = Callable[[], Mapping[str, str]]
 _RECIPES = "recipes/"
 # Bytes of all files of a recipe, and of the path of one.
 _MOST_RECIPE, _LONGEST = 4 * MOST, 512
@@ -117,7 +123,9 @@ def pull_environment(
         vault = Vault(f"oci://{where}", registry, Quota(environment.site.limits))
         pulling = replace(environment, store=replace(store, vault=vault))
         (loaded,) = _recipes_of(files, folder, pulling)
-        plan, make = _planned(kind, loaded, about.target, about.plan, out, pulling, verify=verify, digest=about.digest)
+        plan, make, _ = _planned(
+            kind, loaded, about.target, about.plan, out, pulling, verify=verify, digest=about.digest
+        )
         if environment.site.trust.restricts and receipt is not None:
             _check_attested(receipt, plan, where)
         made = make()
@@ -170,15 +178,16 @@ def is_environment(data: bytes) -> bool:
         return False
 
 
-def rebuild(receipt: Mapping[str, Any], path: Path, environment: Environment) -> str:
-    """Build the artifact of `receipt` at `path`, from the store and the vault alone, and return its digest.
+def rebuild(receipt: Mapping[str, Any], path: Path, environment: Environment) -> tuple[str, Titles]:
+    """Build the artifact of `receipt` at `path`, from the store and the vault alone; an image as an OCI layout.
 
-    Raises BuildError when the vault lacks a file, or this envbuild makes another plan of the recipe; UsageError without
-    a vault, and for a recipe with own code.
+    Returns its digest, and a function that says which layer made each of its files. Raises BuildError when the vault
+    lacks a file, or this envbuild makes another plan of the recipe; UsageError without a vault, and for a recipe with
+    own code.
     """
     kind = ARTIFACTS.get(str(receipt["artifact"].get("kind")))
     parts = {part: str((receipt.get(part) or {}).get("digest", "")) for part in ("lock", "recipe", "plan")}
-    if kind is None or kind.form == "registry" or not all(parts.values()):
+    if kind is None or not all(parts.values()):
         raise UsageError("the receipt names no lock, or an artifact that is not built again", "give one of a build")
     fault = BuildError(
         f"the vault does not have the recipe {parts['recipe'][:19]} with the lock {parts['lock'][:19]}",
@@ -189,20 +198,21 @@ def rebuild(receipt: Mapping[str, Any], path: Path, environment: Environment) ->
             if loaded.digest != parts["recipe"]:
                 continue
             try:
-                _, make = _planned(kind, loaded, str(receipt.get("target")), parts["plan"], path, environment)
+                planned = _planned(kind, loaded, str(receipt.get("target")), parts["plan"], path, environment)
             except BuildError as error:  # there may be the same recipe with another lock of its base
                 fault = error
             else:
-                return make().digest
+                return planned[1]().digest, planned[2]
     raise fault
 
 
 def _planned(
     kind: Artifact, loaded: LoadedRecipe, name: str, wanted: str, path: Path, environment: Environment, **options: Any
-) -> tuple[Plan, Callable[[], Result]]:
+) -> tuple[Plan, Callable[[], Result], Titles]:
     """Return the plan with the digest `wanted` for the target `name`, and the build of its artifact at `path`.
 
-    `options` are those of make_environment. Raises BuildError without such a plan.
+    Also returns a function that maps each path in the artifact to the title of its layer, once it is built. `options`
+    are those of make_environment. Raises BuildError without such a plan.
     """
     target, use, plans = loaded.target(name)[0], LockUse(locked=True, offline=True, log=log), []
     options = {"offline": True, "verify": False, **options}
@@ -210,12 +220,13 @@ def _planned(
         if isinstance(kind, FolderArtifact):
             plan, trainer = prepare_folder(kind, loaded, target, environment, compile_bytecode=bytecode, **use)
             make = partial(make_environment, kind, plan, trainer, environment, path, **options)
+            titles: Titles = partial(_packages, path)
         else:
             prepared = prepare_image(loaded, target, environment, bytecode=not bytecode, **use)
-            wish = ImageFileOptions((OutputFile(kind.name, path),), codec_of("zstd"), verify=False)
-            plan, make = prepared.plan, partial(_image_file, prepared, wish, environment)
+            plan, make = prepared.plan, partial(_make_image, kind, prepared, path, environment)
+            titles = partial(_layers, prepared, environment)
         if plan.digest == wanted:
-            return plan, make
+            return plan, make, titles
         plans.append(plan.digest[:19])
     raise BuildError(
         f"the artifact was built from the plan {wanted[:19]}, and the plan here is {' or '.join(plans)}",
@@ -223,8 +234,30 @@ def _planned(
     )
 
 
-def _image_file(prepared: PreparedImage, options: ImageFileOptions, environment: Environment) -> Result:
-    return make_from_recipe(prepared, options, environment, offline=True)[0]
+def _make_image(kind: Artifact, prepared: PreparedImage, path: Path, environment: Environment) -> Result:
+    if kind.form != "registry":
+        options = ImageFileOptions((OutputFile(kind.name, path),), codec_of("zstd"), verify=False)
+        return make_from_recipe(prepared, options, environment, offline=True)[0]
+    image = assemble(prepared, image_layers(prepared, environment, offline=True), environment, offline=True)
+    docker.write([image], None, docker.ImageOutput("oci", path), "rebuilt")
+    return Result(path, image.digest, prepared.plan.target, None, 0.0, True, False)
+
+
+def _layers(prepared: PreparedImage, environment: Environment) -> dict[str, str]:
+    """Return the title of the layer that made each file of an image; an upper layer replaces files of lower ones."""
+    image = assemble(prepared, image_layers(prepared, environment, offline=True), environment, offline=True)
+    cache = TarCache(environment.store, log, environment.site.limits)
+    return {member.name: made.title for made in image.layers for member in cache.members(made)}
+
+
+def _packages(path: Path) -> dict[str, str]:
+    """Return the package that has each file of an environment in its RECORD (PEP 376)."""
+    titles: dict[str, str] = {}
+    for record in path.glob("lib/python*/site-packages/*.dist-info/RECORD"):
+        with record.open(encoding="utf-8", newline="") as rows:
+            places = [os.path.normpath(record.parents[1] / row[0]) for row in csv.reader(rows) if row]
+        titles |= {os.path.relpath(place, path): record.parent.name.removesuffix(".dist-info") for place in places}
+    return titles
 
 
 def kept_recipes(lock: str, folder: Path, environment: Environment) -> Iterator[LoadedRecipe]:

@@ -21,7 +21,7 @@ from envbuild.cli import complete, layout
 from envbuild.cli.common import PATH, attested_images, check_out, print_json, run_environment, show, with_options
 from envbuild.cli.layout import verbosity
 from envbuild.cli.report import reported
-from envbuild.contract.kinds import ARTIFACTS, kinds_of
+from envbuild.contract.kinds import ARTIFACTS, DOCKER, kinds_of
 from envbuild.contract.manifest import shown
 from envbuild.contract.receipt import read_receipt, receipt_path
 from envbuild.describe import bill_of_materials, describe, receipt_of
@@ -370,12 +370,15 @@ def rebuild_command(named: Path, out: Path | None, as_json: bool) -> None:
     """Build the artifact of a receipt again, from the vault alone, and compare the two.
 
     The vault has the recipe and the lock that the receipt names, and all files of the build: no index is asked. Says
-    "identical", or lists the differences if ARTIFACT is still there. Exit code 5 if files differ.
+    "identical", or lists the differences if ARTIFACT is still there, with the layer or package that made each file.
+    Exit code 5 if files differ. A docker image is built as an OCI layout, and compared with that of its receipt: at its
+    path, in the registry or in the daemon.
 
     \b
     Examples:
       envbuild rebuild pytorch.sqsh
       envbuild rebuild /fsx/envs/pt_cpu.receipt.json --out /tmp/pt_cpu
+      envbuild rebuild build/pt_cpu/cpu-x86_64/docker.receipt.json
     """
     from envbuild.build.rebuild import rebuild
 
@@ -388,23 +391,28 @@ def rebuild_command(named: Path, out: Path | None, as_json: bool) -> None:
         raise UsageError(
             f"{receipt_path(artifact)}: not a receipt: {error}", "give an artifact with a receipt"
         ) from None
+    before, about = str(artifact) if artifact.exists() else "", receipt["artifact"]
+    if not before and about["kind"] == DOCKER.name:
+        before = f"docker://{about['pushed']}" if "pushed" in about else f"docker-daemon:{about['path']}"
     with environment.store.working("opened") as folder:
         place = folder / "new" / artifact.name  # the folder itself is locked, and a build locks the one above
         place.parent.mkdir()
-        place, wanted = absolute_path(out) if out else place, receipt["artifact"]["digest"]
-        digest = rebuild(receipt, place, environment)
+        place, wanted = absolute_path(out) if out else place, about["digest"]
+        digest, titles_of = rebuild(receipt, place, environment)
         changes: list[dict[str, Any]] = []
-        if digest != wanted and artifact.exists():
-            with open_artifacts((str(artifact), str(place)), environment, None) as (before, after):
-                comparison = compare(before, after, files=True)
+        if digest != wanted and before:
+            with open_artifacts((before, str(place)), environment, None) as opened:
+                comparison = compare(*opened, files=True)
                 changes = [change.as_json() for name in _PARTS for change in getattr(comparison, name) or ()]
-    verdict = "equal files, other container" if artifact.exists() and not changes else "different"
+        titles = titles_of() if changes else {}
+        changes = [{**change, "layer": titles.get(change["name"])} for change in changes]
+    verdict = "equal files, other container" if before and not changes else "different"
     verdict = "identical" if digest == wanted else verdict
     value = {"path": str(out.absolute()) if out else None, "digest": digest, "receipt_digest": wanted}
-    lines = [f"  {change['change']} {change['name']}" for change in changes[:_LINES]]
-    show(as_json, {**value, "verdict": verdict, "changes": changes}, f"{named}: {verdict}", *lines)
+    rows = [[f"  {change['change']} {change['name']}", change["layer"] or ""] for change in changes[:_LINES]]
+    show(as_json, {**value, "verdict": verdict, "changes": changes}, f"{named}: {verdict}", *layout.columns(rows))
     if verdict == "different":
         raise VerificationError(
             f"{named}: the receipt states {wanted}, and the new artifact is {digest}",
-            "" if artifact.exists() else "give the artifact itself, so that its files can be compared",
+            "" if before else "give the artifact itself, so that its files can be compared",
         )

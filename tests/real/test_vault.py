@@ -325,7 +325,45 @@ def test_an_environment_is_built_again_from_its_receipt_and_the_vault_alone(team
     module.unlink()  # it may be a link to the store's
     module.write_text(text + "changed = 1\n")
     done = node("rebuild", "built")
-    assert done.returncode == 5 and "alpha/__init__.py" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 5 and "alpha/__init__.py  alpha-1.0" in done.stdout, done.stdout + done.stderr
+
+
+def test_an_image_is_built_again_and_the_layer_that_differs_is_named(
+    tmp_path: Path, tiny_squash: dict[str, Any]
+) -> None:
+    """From a vault in a folder: a docker image, a file of another compression, and one with another wheel."""
+    maker, vault = tiny_squash["command"], {"ENVBUILD_VAULT": f"oci:{tmp_path}/vault"}
+    maker.json("vault", "push", "tiny_image", "--target", TARGET, **vault)
+    receipt = json.loads(Path(tiny_squash["enroot"]["receipt"]).read_text())
+
+    def rebuilt(name: str, digest: str, kind: str = "enroot", *, status: int = 0) -> dict[str, Any]:
+        about = {"kind": kind, "path": str(tmp_path / name), "digest": digest}
+        (tmp_path / f"{name}.receipt.json").write_text(json.dumps({**receipt, "artifact": about}))
+        done = maker("rebuild", tmp_path / name, "--json", **vault)
+        assert done.returncode == status, done.stderr
+        shown: dict[str, Any] = json.loads(done.stdout)
+        return shown
+
+    options = ("--target", TARGET, "--no-verify", "--out")
+    image = maker.json("docker", "tiny_image", *options, f"oci:{tmp_path}/image")
+    assert rebuilt("image", image["digest"], "docker")["verdict"] == "identical"
+    packed = maker.json("enroot", "tiny_image", "--compression", "gzip", *options, tmp_path / "packed.sqsh")
+    assert packed["digest"] != tiny_squash["enroot"]["digest"]
+    assert rebuilt("packed.sqsh", packed["digest"])["verdict"] == "equal files, other container"
+    for folder in ("recipes", "wheels"):
+        shutil.copytree(maker.folder / folder, tmp_path / folder)
+    wheel = make_wheel(tmp_path / "wheels", "tiny", files={"tiny/added.py": b"1"})
+    lock = next((tmp_path / "recipes/tiny_image").glob(f"{TARGET}.requirements.txt"))
+    old = hashlib.sha256((maker.folder / "wheels" / wheel.name).read_bytes()).hexdigest()
+    lock.write_text(lock.read_text().replace(old, hashlib.sha256(wheel.read_bytes()).hexdigest()))
+    other = Command(tmp_path, {**maker.env, "PIP_FIND_LINKS": str(tmp_path / "wheels")})
+    changed = other.json("enroot", "tiny_image", "--locked", *options, tmp_path / "changed.sqsh")
+    shown = rebuilt("changed.sqsh", changed["digest"], status=5)
+    rows = {row["name"]: (row["change"], row["layer"]) for row in shown["changes"]}
+    (name,) = (name for name in rows if name.endswith("tiny/added.py"))
+    assert rows[name] == ("removed", None)
+    (name,) = (name for name in rows if name.endswith("tiny-1.0.dist-info/RECORD"))
+    assert rows[name] == ("changed", "tiny 1.0"), rows
 
 
 @pytest.mark.skipif(not FAKETIME.exists(), reason="libfaketime (Debian: faketime) is not installed")
