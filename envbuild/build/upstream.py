@@ -149,11 +149,7 @@ class _Upstream:
             (f"{one.name} {one.version}", sha256): WantedWheel(one.name, one.version, frozenset({sha256}))
             for one, sha256 in ((package, sha256) for package in packages for sha256 in package.hashes)
         }
-        return (
-            "wheel",
-            wheels,
-            partial(self._lacking_wheels, WheelSources(self._environment, indexes, bound, False)),
-        )
+        return ("wheel", wheels, partial(self._lacking_wheels, WheelSources(self._environment, indexes, bound, False)))
 
     def _lacking_wheels(self, sources_of: WheelSources, wheels: list[WantedWheel]) -> dict[WantedWheel, list[str]]:
         store, folders = self._environment.store, local_files(self._environment.pip)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,6 +111,12 @@ def canonical(value: Any) -> bytes:
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     # A lone surrogate is possible in JSON, as an escape, but not in UTF-8: write it as the escape again.
     return text.encode("utf-8", "backslashreplace")
+
+
+def artifact_manifest(kind: str, layers: Sequence[Mapping[str, Any]], config: Descriptor = EMPTY, **more: Any) -> bytes:
+    """Return an image manifest with the artifact type `kind` ("Guidelines for Artifact Usage")."""
+    head = {"schemaVersion": 2, "mediaType": OCI_MANIFEST, "artifactType": kind, "config": config.as_json()}
+    return canonical({**head, "layers": list(layers), **more})
 
 
 def parse(raw: bytes, where: str, media_type: str | None = None) -> ImageManifest | ImageIndex:

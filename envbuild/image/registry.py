@@ -45,6 +45,7 @@ from envbuild.image.model import (
     Descriptor,
     ImageIndex,
     ImageManifest,
+    artifact_manifest,
     canonical,
     choose,
     parse,
@@ -366,17 +367,8 @@ def attach(registry: Registry, digest: str, kind: str, content: bytes, notes: Ma
     raw, media_type = registry.manifest(digest)
     layer = Descriptor(kind, blobs.add(content), len(content))
     blobs.add(b"{}")
-    manifest = canonical(
-        {
-            "schemaVersion": 2,
-            "mediaType": OCI_MANIFEST,
-            "artifactType": kind,
-            "config": EMPTY.as_json(),
-            "layers": [layer.as_json()],
-            "subject": Descriptor(media_type, digest, len(raw)).as_json(),
-            "annotations": dict(notes),
-        }
-    )
+    subject = Descriptor(media_type, digest, len(raw)).as_json()
+    manifest = artifact_manifest(kind, [layer.as_json()], subject=subject, annotations=dict(notes))
     made = digest_of(manifest)
     pushed = registry.push(blobs, [EMPTY, layer], manifest, OCI_MANIFEST, made)
     if not pushed.lists_referrers:

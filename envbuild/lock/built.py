@@ -431,12 +431,7 @@ def build_variables(table: BuildTable, version: str, *, git: bool) -> dict[str, 
 
 
 def declared_requirements(
-    archive: Path,
-    title: str,
-    table: BuildTable,
-    variables: Mapping[str, str],
-    folder: Path,
-    offers: Offers,
+    archive: Path, title: str, table: BuildTable, variables: Mapping[str, str], folder: Path, offers: Offers
 ) -> list[str]:
     """Return the build requirements of the project in `archive`; `folder` is an empty folder for its files.
 
@@ -500,12 +495,7 @@ def lock_built(
         folder = uv.work / f"build-{number}"
         folder.mkdir()
         lines = declared_requirements(
-            archive,
-            title,
-            table,
-            build_variables(table, package.version, git=bool(package.commit)),
-            folder,
-            uv.offers,
+            archive, title, table, build_variables(table, package.version, git=bool(package.commit)), folder, uv.offers
         )
         known = {wheel.name: wheel for wheel in (*packages, *before.get(package.name, ()))}
         wheels = _resolved(lines, tuple(known.values()), uv, title, str(sources.recipe.path))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from envbuild.base.files import parse_json
 from envbuild.base.packages import digest_of, is_digest
-from envbuild.image.model import EMPTY, OCI_MANIFEST, canonical
+from envbuild.image.model import artifact_manifest
 
 if TYPE_CHECKING:
     from securesystemslib.signer import Key, Signer
@@ -161,16 +161,7 @@ def render_entry(entry: CacheEntry, files: Sequence[EntryFile], seconds: float, 
         if file.content is not None:
             row["data"] = base64.b64encode(file.content).decode()
         layers.append({**row, "annotations": {_TITLE: file.name}})
-    return canonical(
-        {
-            "schemaVersion": 2,
-            "mediaType": OCI_MANIFEST,
-            "artifactType": entry.artifact_type,
-            "config": EMPTY.as_json(),
-            "layers": layers,
-            "annotations": annotations,
-        }
-    )
+    return artifact_manifest(entry.artifact_type, layers, annotations=annotations)
 
 
 def _statement(entry: CacheEntry, files: Sequence[EntryFile]) -> bytes:

@@ -206,12 +206,8 @@ def local_wheel(
     wheel: WantedWheel, folders: Sequence[tuple[Path, list[str]]], store: Store, answers: list[SourceAnswer]
 ) -> Path | None:
     """Return the file of `wheel` in the store or in `folders` of find-links, None without one; add their `answers`."""
-    return stored_wheel(wheel, store) or _in_folders(wheel, folders, store, answers)
-
-
-def _in_folders(
-    wheel: WantedWheel, folders: Sequence[tuple[Path, list[str]]], store: Store, answers: list[SourceAnswer]
-) -> Path | None:
+    if path := stored_wheel(wheel, store):
+        return path
     for folder, names in folders:
         others = []
         for name in (name for name in names if matches(name, wheel.name, wheel.version)):
@@ -304,11 +300,7 @@ def download_wheels(
 
 
 def download_archives(
-    host: FetchSettings,
-    client: Client,
-    offline: bool,
-    missing: Sequence[CondaArchive],
-    answers: Answers[CondaArchive],
+    host: FetchSettings, client: Client, offline: bool, missing: Sequence[CondaArchive], answers: Answers[CondaArchive]
 ) -> dict[CondaArchive, Path]:
     """Return the file of each package that the vault, a mirror or its channel has; add the answers of the others."""
     store, down = host.store, dict[str, str]()

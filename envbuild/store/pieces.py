@@ -20,7 +20,7 @@ from envbuild.base.files import copy_span, parse_json
 from envbuild.base.packages import is_digest
 from envbuild.base.progress import OnProgress
 from envbuild.cache.hashed import read_note, write_note
-from envbuild.image.model import OCI_MANIFEST, Descriptor, canonical
+from envbuild.image.model import Descriptor, artifact_manifest
 from envbuild.image.squashfs.segment import stored_digest
 from envbuild.store.store import Store
 
@@ -112,15 +112,7 @@ def split(
 
 def render(config: Descriptor, blobs: Sequence[Descriptor]) -> bytes:
     """Return the manifest of an artifact."""
-    return canonical(
-        {
-            "schemaVersion": 2,
-            "mediaType": OCI_MANIFEST,
-            "artifactType": ARTIFACT,
-            "config": config.as_json(),
-            "layers": [blob.as_json() for blob in blobs],
-        }
-    )
+    return artifact_manifest(ARTIFACT, [blob.as_json() for blob in blobs], config)
 
 
 def is_pushed(raw: bytes) -> bool:

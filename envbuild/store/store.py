@@ -67,17 +67,7 @@ _WRITTEN = (
     "trainer/*",
 )
 # The folders that `working` is called for.
-_WORKING = (
-    "bisect",
-    "building",
-    "builders/new",
-    "conda/linked",
-    "launched",
-    "layouts",
-    "opened",
-    "pruned",
-    "running",
-)
+_WORKING = ("bisect", "building", "builders/new", "conda/linked", "launched", "layouts", "opened", "pruned", "running")
 
 
 @dataclass(frozen=True, slots=True)
