@@ -48,8 +48,7 @@ def check_tag(tag: str, *, push: bool) -> str:
         raise UsageError(f"--tag {tag!r}: a name and a tag, not a digest")
     if push and reference.registry == "docker.io" and reference.repository.startswith("library/"):
         raise UsageError(
-            f"--tag {tag!r} names no registry or account to push to",
-            "write it as registry.example.org/team/name:tag",
+            f"--tag {tag!r} names no registry or account to push to", "write it as registry.example.org/team/name:tag"
         )
     return tag if tag.rpartition("/")[2].count(":") else f"{tag}:latest"
 

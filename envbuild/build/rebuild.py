@@ -170,14 +170,6 @@ def _read(data: bytes, blobs: Sequence[Descriptor], where: str) -> tuple[Environ
     return about, files
 
 
-def is_environment(data: bytes) -> bool:
-    """Return whether the configuration of a manifest describes an environment."""
-    try:
-        return isinstance(parse_json(data)["files"], dict)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return False
-
-
 def rebuild(receipt: Mapping[str, Any], path: Path, environment: Environment) -> tuple[str, Titles]:
     """Build the artifact of `receipt` at `path`, from the store and the vault alone; an image as an OCI layout.
 

@@ -20,14 +20,7 @@ from envbuild.base.host import check_disk_space
 from envbuild.base.progress import log, transfer
 from envbuild.base.text import human_size
 from envbuild.build.apptainer_engine import build_with_apptainer, find_engine
-from envbuild.build.commit import (
-    Result,
-    check_unverified_gpus,
-    commit,
-    failed_path,
-    has_receipt,
-    verify_staged,
-)
+from envbuild.build.commit import Result, check_unverified_gpus, commit, failed_path, has_receipt, verify_staged
 from envbuild.build.runtime_files import definition, recipe_definition
 from envbuild.build.squash_files import WRITERS, composed, spans_of
 from envbuild.contract.kinds import file_kind

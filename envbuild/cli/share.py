@@ -89,14 +89,15 @@ def pull_command(reference: str, out: Path, no_verify: bool, as_json: bool) -> N
       envbuild pull registry.example.org/team/pytorch:2.13 --out /fsx/images/pytorch.sqsh
       envbuild pull registry.example.org/team/pytorch:2.13-venv --out /fsx/envs/pytorch
     """
-    from envbuild.build.rebuild import is_environment, pull_environment
+    from envbuild.build.rebuild import pull_environment
     from envbuild.build.share import open_pushed, pull_file
+    from envbuild.store.pieces import INPUT
 
     check_out(out)
     environment = run_environment()
     registry = environment.registry(reference)
     data, blobs = open_pushed(registry, environment.store)
-    if is_environment(data):
+    if any(blob.media_type == INPUT for blob in blobs):
         made = pull_environment(data, blobs, registry, absolute_path(out), environment, verify=not no_verify)
     else:
         made = pull_file(data, blobs, registry, out, environment)

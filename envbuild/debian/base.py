@@ -10,9 +10,11 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -22,17 +24,24 @@ from envbuild.base.progress import OnProgress, log, transfer
 from envbuild.cache.http import NotFound, RequestFailed
 from envbuild.debian.control import Relation, compare_versions, parse_control, parse_relations
 from envbuild.debian.lock import DEBIAN_ARCH, DebianLock, LockedDeb, from_table
-from envbuild.debian.release import DebianSuite, fetch_packages, fetch_release, load_keys, suites
+from envbuild.debian.release import (
+    DebianRelease,
+    DebianSuite,
+    fetch_packages,
+    fetch_release,
+    load_keys,
+    locked_release,
+    suites,
+)
 from envbuild.image.layer import open_layer
-from envbuild.image.layout import Blobs
-from envbuild.store.client import Client, fetch_each, fetch_file
+from envbuild.store.client import Client, SourceAnswer, fetch_each, fetch_file
 from envbuild.store.fetch import Answers, located
 from envbuild.store.store import Store
 
 if TYPE_CHECKING:
     from pysequoia import Cert
 
-_CHUNK = 1 << 20
+_CHUNK, _MOST_RELEASE = 1 << 20, 1 << 24
 _NAME = re.compile(rb"^Package:[ \t]*(\S+)", re.MULTILINE | re.IGNORECASE)
 _VERSION = re.compile(rb"^Version:[ \t]*(\S+)", re.MULTILINE | re.IGNORECASE)
 _PROVIDES = re.compile(rb"^Provides:", re.MULTILINE | re.IGNORECASE)
@@ -244,24 +253,29 @@ def resolve_base(
     *,
     archives: Sequence[DebianSuite],
     client: Client,
-    blobs: Blobs,
+    store: Store,
     keyring: Path | None = None,
     allow_expired: bool = False,
+    old: DebianLock | None = None,
 ) -> DebianLock:
     """Lock `packages` of `suite` and their dependencies, for `arch` (x86_64, aarch64, or Debian's names).
 
     For the suite, its updates and its security fixes, the first valid one of `archives` is used. An archive with an
-    expired Release file is valid only with `allow_expired`; snapshots do not expire. Raises LockError when one of the
-    three has no valid archive, and when the packages cannot be resolved.
+    expired Release file is valid only with `allow_expired`; snapshots do not expire. Without a valid one, the lists of
+    the lock `old` are used, which are in the store or its vault. Raises LockError when one of the three has none, and
+    when the packages cannot be resolved.
     """
     arch = DEBIAN_ARCH.get(arch, arch)
     keys = load_keys(keyring)
-    index, dates = PackageIndex(), []
-    for name in suites(suite):
+    index, releases = PackageIndex(), []
+    kept = old.releases if old and old.suite == suite else ()
+    for name, sha256 in zip_longest(suites(suite), kept, fillvalue=""):
         candidates = [archive for archive in archives if archive.suite == name]
-        dates.append(_add_first(index, candidates, name, arch, client, blobs, keys, allow_expired))
-    chosen = resolve(index, packages, without, arch)
-    lock = DebianLock(suite, max(dates), tuple(_locked(package) for package in chosen))
+        releases.append(_add_first(index, candidates, name, arch, client, store, keys, allow_expired, sha256))
+    chosen = tuple(_locked(package) for package in resolve(index, packages, without, arch))
+    signed = tuple(store.blobs.add(release.signed).partition(":")[2] for release in releases if release.signed)
+    date = max(release.date for release in releases)
+    lock = DebianLock(suite, date, chosen, signed if len(signed) == len(releases) else ())
     # Parse the result now: a path that the lock format refuses must fail here, not on the next run.
     return from_table(lock.as_toml_table(), f"the packages of {suite}")
 
@@ -272,11 +286,12 @@ def _add_first(
     suite: str,
     arch: str,
     client: Client,
-    blobs: Blobs,
+    store: Store,
     keys: Sequence[Cert],
     allow_expired: bool,
-) -> str:
-    """Add the first valid archive of `candidates` to `index`; return the date of its Release file."""
+    kept: str,
+) -> DebianRelease:
+    """Add the first valid archive of `candidates` to `index`, else that of the InRelease `kept`; return its Release."""
     answers: list[str] = []
     expired = False
     for archive in candidates:
@@ -291,10 +306,7 @@ def _add_first(
                     expired = True
                     raise LockError(message)
                 log(f"warning: {message}")
-            for component in archive.components:
-                with transfer(f"package list of {archive} {component} for {arch}", None) as on_progress:
-                    path = fetch_packages(release, component, arch, client, blobs, on_progress)
-                index.add(path, archive.kind)
+            _add(index, release, arch, client, store)
         except NotFound:
             answers.append(f"{archive}: not there")
         except RequestFailed as error:
@@ -304,13 +316,55 @@ def _add_first(
         else:
             for answer in answers:
                 log(f"{answer}; using {archive} instead")
-            return release.date
+            return release
+    if kept and (path := _locked_file(kept, [], [], store, client)):
+        release = locked_release(path.read_bytes(), DebianSuite("", suite))
+        _add(index, release, arch, client, store)
+        log(f"warning: no archive serves {suite}; using the lists of {release.date} that the lock names")
+        return release
     raise LockError(
         "\n    ".join([f"no archive serves {suite}:", *(answers or ["none is known"])]),
         "name a mirror of Debian's that is renewed in site.toml, or accept this one: envbuild lock --allow-expired"
         if expired
         else "name a mirror of Debian's in site.toml, or check the proxy",
     )
+
+
+def _add(index: PackageIndex, release: DebianRelease, arch: str, client: Client, store: Store) -> None:
+    for component in release.archive.components:
+        with transfer(f"package list of {release.archive} {component} for {arch}", None) as on_progress:
+            path = fetch_packages(release, component, arch, client, store, on_progress)
+        index.add(path, release.archive.kind)
+
+
+def _locked_file(
+    sha256: str, archives: Sequence[DebianSuite], answers: list[SourceAnswer], store: Store, client: Client
+) -> Path | None:
+    places = [(str(archive), f"{archive.folder}/InRelease") for archive in archives]
+    about = (places, answers, store, client, lambda _: None, dict[str, str]())
+    return store.find("", sha256) or fetch_file(sha256, "", sha256, *about, _MOST_RELEASE)
+
+
+def signed_lists(
+    lock: DebianLock, arch: str, store: Store, archives: Sequence[DebianSuite], client: Client
+) -> list[str]:
+    """Return the digests of the InRelease files of `lock` and of the package lists that they name, now in the store.
+
+    `arch` is Debian's. Those that no source has any more are left out, with a warning: builds read none of them.
+    """
+    found: list[Path] = []
+    for suite, sha256 in zip(suites(lock.suite), lock.releases, strict=False):
+        answers: list[SourceAnswer] = []
+        of_suite = [archive for archive in archives if archive.suite == suite]
+        if (signed := _locked_file(sha256, of_suite, answers, store, client)) is None:
+            log(f"warning: the signed lists of {suite} are not kept: {'; '.join(map(str, answers)) or 'offline'}")
+            continue
+        for archive in of_suite or [DebianSuite("", suite)]:
+            with suppress(LockError):
+                release = locked_release(signed.read_bytes(), archive)
+                found += [signed, fetch_packages(release, "main", arch, client, store, lambda _: None)]
+                break
+    return [f"sha256:{path.name}" for path in found]
 
 
 def _locked(package: Package) -> LockedDeb:

@@ -53,10 +53,12 @@ class DebianLock:
         pattern=r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ",
     )
     packages: tuple[LockedDeb, ...] = required("The packages.", min_items=1, name="package")
+    releases: tuple[str, ...] = key((), "sha256 of the signed InRelease of the suite, its updates, its security fixes.")
 
     def as_toml_table(self) -> dict[str, Any]:
         """Return the lock as plain values for TOML."""
-        return {"suite": self.suite, "date": self.date, "package": [asdict(deb) for deb in self.packages]}
+        releases = {"releases": list(self.releases)} if self.releases else {}
+        return {"suite": self.suite, "date": self.date, **releases, "package": [asdict(deb) for deb in self.packages]}
 
 
 def from_table(table: dict[str, Any], where: str) -> DebianLock:

@@ -19,13 +19,11 @@ from urllib.parse import unquote, urlsplit
 from envbuild.base.errors import LockError
 from envbuild.base.masking import redact
 from envbuild.base.progress import OnProgress
-from envbuild.cache.download import locked_partial
-from envbuild.cache.http import Mismatch, NotFound
+from envbuild.cache.http import NotFound
 from envbuild.debian.control import paragraphs, parse_control
-from envbuild.image.layout import Blobs
-from envbuild.image.model import Descriptor
 from envbuild.site.pip_config import PipConfig
-from envbuild.store.client import Client
+from envbuild.store.client import Client, SourceAnswer, fetch_file
+from envbuild.store.store import Store
 
 if TYPE_CHECKING:
     from pysequoia import Cert
@@ -176,7 +174,7 @@ class DebianRelease:
     """The content of a signed Release file.
 
     `date` and `valid_until` are ISO 8601 in UTC; `files` maps each path below the suite's folder to its sha256 and its
-    size in bytes.
+    size in bytes. `signed` is the InRelease file, b"" for a detached signature.
     """
 
     archive: DebianSuite
@@ -184,6 +182,7 @@ class DebianRelease:
     valid_until: str
     by_hash: bool
     files: Mapping[str, tuple[str, int]]
+    signed: bytes = b""
 
 
 def load_keys(keyring: Path | None = None) -> list[Cert]:
@@ -210,8 +209,10 @@ def fetch_release(archive: DebianSuite, client: Client, keys: Sequence[Cert]) ->
     Raises RequestFailed for an unreadable archive, LockError for a Release file that is unsigned, badly signed, signed
     only by unknown or expired keys, or of another suite.
     """
+    raw = b""
     try:
-        signed = verified(_get(f"{archive.folder}/InRelease", client), None, keys, f"{archive}: InRelease")
+        raw = _get(f"{archive.folder}/InRelease", client)
+        signed = verified(raw, None, keys, f"{archive}: InRelease")
     except NotFound:
         content = _get(f"{archive.folder}/Release", client)
         try:
@@ -219,7 +220,16 @@ def fetch_release(archive: DebianSuite, client: Client, keys: Sequence[Cert]) ->
         except NotFound:
             raise _unsigned(f"{archive}: Release") from None
         signed = verified(content, signature, keys, f"{archive}: Release")
-    return read_release(signed.decode("utf-8", "replace"), archive)
+    return replace(read_release(signed.decode("utf-8", "replace"), archive), signed=raw)
+
+
+def locked_release(signed: bytes, archive: DebianSuite) -> DebianRelease:
+    """Return the content of an InRelease file whose digest is locked. Raises LockError.
+
+    Its signature was verified when it was locked; the keys may have expired since.
+    """
+    content = re.search(r"\n\n(.*?)\n-----BEGIN PGP SIGNATURE-----", signed.decode("utf-8", "replace"), re.DOTALL)
+    return replace(read_release(content[1] if content else "", archive), signed=signed)
 
 
 def verified(content: bytes, signature: bytes | None, keys: Sequence[Cert], where: str) -> bytes:
@@ -271,12 +281,12 @@ def read_release(text: str, archive: DebianSuite) -> DebianRelease:
 
 
 def fetch_packages(
-    release: DebianRelease, component: str, arch: str, client: Client, blobs: Blobs, on_progress: OnProgress
+    release: DebianRelease, component: str, arch: str, client: Client, store: Store, on_progress: OnProgress
 ) -> Path:
     """Return the file of a component's package list for a Debian architecture, compressed or not.
 
-    A list in `blobs` is not downloaded again. Raises RequestFailed, and LockError when the suite has no such list or
-    the archive serves a list with another sha256.
+    It comes from `store`, its vault or the archive. Raises LockError when the suite has no such list, and when the
+    archive does not serve it, or one with another sha256.
     """
     archive, base = release.archive, f"{component}/binary-{arch}"
     form = next((form for form in _FORMS if f"{base}/Packages{form}" in release.files), None)
@@ -284,27 +294,18 @@ def fetch_packages(
         raise LockError(f"{archive} has no packages of {component} for {arch}")
     name = f"{base}/Packages{form}"
     sha256, size = release.files[name]
-    digest = f"sha256:{sha256}"
-    place = blobs.path(digest)
-    if blobs.has(Descriptor("", digest, size)):
-        return place
+    if path := store.find("", sha256):
+        return path
     # By hash first: then it is no error when the list is replaced during the download.
     urls = [f"{archive.folder}/{base}/by-hash/SHA256/{sha256}"] if release.by_hash else []
-    urls.append(f"{archive.folder}/{name}")
-    with locked_partial(blobs.partial(digest), client.stop) as partial:
-        for url in urls:
-            try:
-                client.download(url, partial, frozenset([sha256]), on_progress, size)
-                break
-            except NotFound:
-                if url == urls[-1]:
-                    raise
-            except Mismatch as other:
-                raise LockError(
-                    f"{archive}: {name} has sha256:{other.sha256}, but the signed Release says {digest}",
-                    "the mirror may be updating: try again, or name another mirror",
-                ) from None
-        return blobs.adopt(partial, digest)
+    urls += [f"{archive.folder}/{name}"]
+    places, answers = [(str(archive), url) for url in urls if archive.url], list[SourceAnswer]()
+    if path := fetch_file(sha256, "", sha256, places, answers, store, client, on_progress, {}, size):
+        return path
+    raise LockError(
+        "\n    ".join([f"{archive}: no {name} with the sha256:{sha256} of the signed Release:", *map(str, answers)]),
+        "the mirror may be updating: try again, or name another mirror",
+    )
 
 
 def _get(url: str, client: Client) -> bytes:

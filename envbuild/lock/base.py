@@ -16,9 +16,9 @@ from envbuild.base.errors import BuildError, LockError, UsageError
 from envbuild.base.packages import json_digest
 from envbuild.base.progress import Log, log, transfer
 from envbuild.base.workers import each
-from envbuild.debian.base import fetch_debs, resolve_base
+from envbuild.debian.base import fetch_debs, resolve_base, signed_lists
 from envbuild.debian.defaults import default_packages, default_without, newest_suite, suites_by_python
-from envbuild.debian.lock import DebianLock
+from envbuild.debian.lock import DEBIAN_ARCH, DebianLock
 from envbuild.debian.release import DebianSuite, archives, debian_client
 from envbuild.environment import Environment
 from envbuild.image.archive import read_archive, read_daemon
@@ -77,11 +77,11 @@ def _base_lock(
     """Return the LockKind of the base `reference`: "debian" (the recipe's packages) or an existing image."""
 
     def resolved(
-        environment: Environment, _old: ImageLock | None, _upgrade: Upgrade, _offline: bool, _: Log
+        environment: Environment, old: ImageLock | None, _upgrade: Upgrade, _offline: bool, _: Log
     ) -> Resolved[ImageLock]:
         base: DebianLock | OciLock
         if reference == "debian":
-            base = _resolve_debian(recipe, target, environment)
+            base = _resolve_debian(recipe, target, environment, old.base if old else None)
             summary = f"{len(base.packages)} Debian packages of {base.suite}"
         else:
             base = OciLock(reference, _resolve_digest(reference, target, environment, loaded.folder))
@@ -101,7 +101,9 @@ def _base_lock(
     )
 
 
-def _resolve_debian(recipe: Recipe, target: Target, environment: Environment) -> DebianLock:
+def _resolve_debian(
+    recipe: Recipe, target: Target, environment: Environment, old: DebianLock | OciLock | None
+) -> DebianLock:
     """Resolve the Debian packages of `recipe`, without Debian's Python if it has conda packages. Raises LockError."""
     known, conda = suites_by_python(), recipe.environment == "conda"
     suite = recipe.image.suite or known.get(recipe.python, newest_suite() if conda else "")
@@ -120,9 +122,10 @@ def _resolve_debian(recipe: Recipe, target: Target, environment: Environment) ->
         target.arch,
         archives=site_archives(suite, now, environment),
         client=debian_client(environment.pip, environment.variables),
-        blobs=environment.store.blobs,
+        store=environment.store,
         keyring=Path(keyring) if keyring else None,
         allow_expired=environment.allow_expired,
+        old=old if isinstance(old, DebianLock) else None,
     )
 
 
@@ -159,7 +162,11 @@ def base_blobs(lock: ImageLock, folder: Path, environment: Environment, *, offli
     """Return the digests of all files of a base, fetched into the store's blobs. Raises BuildError."""
     if isinstance(lock.base, DebianLock):
         fetch_locked(lock.base, environment, offline=offline)
-        return [deb.digest for deb in lock.base.packages]
+        arch = DEBIAN_ARCH[Target.parse(lock.target).arch]
+        places = [] if offline else site_archives(lock.base.suite, lock.base.date, environment)
+        client = debian_client(environment.pip, environment.variables)
+        lists = signed_lists(lock.base, arch, environment.store, places, client)
+        return [*(deb.digest for deb in lock.base.packages), *lists]
     manifest = pull(lock.base.reference, lock.base.digest, Target.parse(lock.target).arch, environment, folder).manifest
     return [manifest.digest, manifest.config.digest, *(layer.digest for layer in manifest.layers)]
 

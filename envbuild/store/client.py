@@ -335,7 +335,7 @@ def from_urls(
             reason = f"hash mismatch: it has sha256:{error.sha256}"
         except RequestFailed as error:
             reason = str(error)
-            if error.is_down:
+            if error.is_down and not isinstance(error, NotFound):
                 down[source] = reason
         answers.append(SourceAnswer(source, reason, redact(url)))
     return None

@@ -47,25 +47,8 @@ if TYPE_CHECKING:
 
 _STALE_S = 7 * 86400
 # The folders in which `replacing`, blobs and `file_lock` write; a kill leaves files called .new-* or *.lock there.
-_WRITTEN = (
-    "bases",
-    "blobs/sha256",
-    "conda/images",
-    "conda/info",
-    "conda/stamps",
-    "digests",
-    "facts",
-    "history",
-    "layers",
-    "listings",
-    "maps",
-    "projects",
-    "pythons",
-    "recipes",
-    "seals",
-    "segments",
-    "trainer/*",
-)
+_WRITTEN = ["bases", "blobs/sha256", "conda/images", "conda/info", "conda/stamps", "digests", "facts", "history"]
+_WRITTEN += ["layers", "listings", "maps", "projects", "pythons", "recipes", "seals", "segments", "trainer/*"]
 # The folders that `working` is called for.
 _WORKING = ("bisect", "building", "builders/new", "conda/linked", "launched", "layouts", "opened", "pruned", "running")
 

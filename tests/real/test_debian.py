@@ -84,7 +84,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Base]
             arch,
             archives=archives(suite, now),
             client=client,
-            blobs=store.blobs,
+            store=store,
         )
         resolved = time.monotonic()
         debs = fetch_debs(lock, store, archives(suite, lock.date), client)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,16 @@ def test_a_package_that_nobody_has_is_named_with_every_answer(tmp_path: Path) ->
     # What arrived is kept, what was wrong is not.
     assert store.blobs.path(f"sha256:{lock.packages[0].sha256}").is_file()
     assert not store.blobs.path(f"sha256:{evil}").exists()
+
+
+def test_a_mirror_without_one_package_is_asked_for_the_others(tmp_path: Path) -> None:
+    lock, store, archives, client = world(tmp_path, "first", "second")
+    put(tmp_path / "first")
+    put(tmp_path / "second")
+    (tmp_path / "first/pool/two_1+b1.deb").unlink()  # the larger one, which comes first
+    (tmp_path / "second/pool/one+x_1+b1.deb").unlink()
+    lock = replace(lock, packages=tuple(replace(deb, archive="debian") for deb in lock.packages))
+    assert [path.read_bytes() for path in fetch_debs(lock, store, archives, client)] == list(CONTENT.values())
 
 
 def test_a_cut_download_is_gone_on_with(tmp_path: Path) -> None:

@@ -6,17 +6,20 @@ import re
 import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lab.debian import Key, release_text, stanza, write_archive
 
 from envbuild.base.errors import LockError
-from envbuild.debian.base import resolve_base
-from envbuild.debian.lock import DebianLock
+from envbuild.debian.base import resolve_base, signed_lists
+from envbuild.debian.lock import DebianLock, from_table
 from envbuild.debian.release import DebianSuite, fetch_release, load_keys, read_release, suites, verified
 from envbuild.image.layout import Blobs
 from envbuild.site.pip_config import PipConfig
 from envbuild.store.client import Client
+from envbuild.store.store import Store
+from envbuild.store.vault import Vault
 
 KEY = Key()
 OTHER = Key()
@@ -33,13 +36,12 @@ class Mirror:
         self.archives = [DebianSuite(root.as_uri(), suite) for suite in suites("bookworm")]
         self.keyring = root / "keys.asc"
         self.keyring.write_text(str(key.public))
+        self.store = Store(root)
 
     def file(self, name: str, suite: str = "bookworm") -> Path:
         return self.root / "dists" / suite / name
 
-    def resolve(
-        self, *archives: DebianSuite, arch: str = "x86_64", packages: str = "tool", allow_expired: bool = False
-    ) -> DebianLock:
+    def resolve(self, *archives: DebianSuite, arch: str = "x86_64", packages: str = "tool", **more: Any) -> DebianLock:
         return resolve_base(
             "bookworm",
             [packages],
@@ -47,9 +49,9 @@ class Mirror:
             arch,
             archives=archives or self.archives,
             client=client(),
-            blobs=Blobs(self.root / "blobs"),
+            store=self.store,
             keyring=self.keyring,
-            allow_expired=allow_expired,
+            **more,
         )
 
 
@@ -155,7 +157,7 @@ def in_the_future(mirror: Mirror) -> None:
         (cut, "InRelease: "),
         (by_another, "InRelease: signed by unknown keys alone"),
         (another_suite, "the server sent bookworm-updates instead"),
-        (list_changed, "Packages.xz has sha256:.* but the signed Release says"),
+        (list_changed, r"(?s)no main/.*Packages.xz with the sha256:\w+ of the signed Release:.*hash mismatch"),
         (gone, "not there"),
         (undated, "the Release file has no SHA256"),
     ],
@@ -183,8 +185,38 @@ def test_an_archive_that_is_no_longer_renewed_is_refused_unless_the_user_allows_
     with pytest.raises(LockError, match="Release file expired on 2026-07-18T10:16:37Z") as caught:
         mirror.resolve()
     assert "envbuild lock --allow-expired" in (caught.value.hint or "")
-    assert mirror.resolve(allow_expired=True) == fresh
+    assert mirror.resolve(allow_expired=True).packages == fresh.packages
     assert "warning: " in (told := capsys.readouterr().err) and "expired" in told
+
+
+def test_signed_lists_are_kept_in_a_vault_and_a_renewal_uses_them_when_no_archive_is_left(
+    mirror: Mirror, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their keys may have expired: the lock, made when they were valid, has their digests."""
+    old = mirror.resolve(packages="lib")
+    assert len(set(old.releases)) == 3 and from_table(old.as_toml_table(), "x") == old
+    other = Store(tmp_path / "other")  # of a host that has the lock alone
+    digests = signed_lists(old, "amd64", other, mirror.archives, client())
+    assert len(digests) == 6 and f"sha256:{old.releases[0]}" in digests
+    assert len(signed_lists(old, "amd64", other, [], client())) == 6
+    mirror.file("InRelease").write_bytes(b"the next one")
+    assert signed_lists(old, "amd64", Store(tmp_path / "late"), mirror.archives, client()) == digests[2:]
+    assert "warning: the signed lists of bookworm are not kept: file:" in capsys.readouterr().err
+    vault = Vault("oci:kept", Blobs(other.root / "blobs"))
+    shutil.rmtree(mirror.root / "dists")
+    mirror.store = Store(tmp_path / "new", vault=vault)
+    with pytest.raises(LockError, match="no archive serves bookworm"):
+        mirror.resolve()
+    renewed = mirror.resolve(old=old)
+    assert [deb.name for deb in renewed.packages] == ["lib", "tool"]
+    assert (renewed.releases, renewed.date) == (old.releases, old.date)
+    assert capsys.readouterr().err.count("using the lists of 2026-07-11T10:16:37Z that the lock names") == 3
+    spoilt = other.blobs.path(f"sha256:{old.releases[1]}")
+    spoilt.unlink()
+    spoilt.write_bytes(KEY.clear("Codename: bookworm-updates"))
+    mirror.store = Store(tmp_path / "third", vault=vault)
+    with pytest.raises(LockError, match="no archive serves bookworm-updates"):
+        mirror.resolve(old=old)
 
 
 def test_an_expired_key_is_named_with_its_date(mirror: Mirror) -> None:
