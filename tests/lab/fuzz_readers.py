@@ -86,7 +86,7 @@ _SIGNER = CryptoSigner(Ed25519PrivateKey.from_private_bytes(bytes(32)))
 class FuzzedReader:
     """A reader: `read` gets one input and a folder of its own; `seeds` get a folder to work in.
 
-    `examples` is the number of inputs in CI, `raises` are the documented exceptions besides EnvbuildError.
+    `examples` is the number of inputs with FUZZ=all, `raises` are the documented exceptions besides EnvbuildError.
     """
 
     seeds: Callable[[Path], Seeds]
