@@ -114,20 +114,28 @@ def local(number: int, *arguments: str) -> list[str]:
     return [*command, *arguments]
 
 
-# MASTER_PORT NUMBER PROGRAM…: start ranks as launchers do that are no torchrun; ends with the last failure of one.
-_RANKS = """\
-export MASTER_ADDR=127.0.0.1 MASTER_PORT=$1 WORLD_SIZE=$2 LOCAL_WORLD_SIZE=$2
-shift 2
-for rank in $(seq 0 $((WORLD_SIZE - 1))); do RANK=$rank LOCAL_RANK=$rank "$@" & done
-code=0
-for process in $(jobs -p); do wait $process || code=$?; done
-exit $code
+# MASTER_PORT NUMBER ARGUMENT…: ranks with the variables of a launcher that is no torchrun; ends with a failure of one.
+# They are forked from one process: the imports of torch and of what an optimizer needs take two seconds.
+_RANKS = """
+import gc
+gc.disable()
+import os, runpy, sys, torch, torch._dynamo
+gc.freeze()
+port, number, *arguments = sys.argv[1:]
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE=number, LOCAL_WORLD_SIZE=number)
+for rank in range(int(number)):
+    if os.fork() == 0:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        sys.argv[1:] = arguments
+        runpy.run_module("ddp_train", run_name="__main__", alter_sys=True)
+statuses = [os.wait()[1] for _ in range(int(number))]
+sys.exit(max(map(os.waitstatus_to_exitcode, statuses), key=abs))
 """
 
 
 def ranks(number: int, *arguments: str) -> list[str]:
     """The command of ranks without torchrun, whose agent imports torch, too."""
-    return ["bash", "-c", _RANKS, "ranks", str(free_port()), str(number), *alone(*arguments)]
+    return [sys.executable, "-c", _RANKS, str(free_port()), str(number), *arguments]
 
 
 def alone(*arguments: str) -> list[str]:
@@ -148,18 +156,16 @@ def alive(pid: int) -> bool:
 
 # A network that adds wrongly, on one rank and for one size, and takes a quarter of a second more for large ones.
 INEXACT = """
-import os, time
-if "RANK" in os.environ:
-    import torch
-    exact = torch.distributed.all_reduce
-    def inexact(tensor, *args, **kwargs):
-        if tensor.numel() >= 1 << 14:
-            time.sleep(0.25)
-        result = exact(tensor, *args, **kwargs)
-        if tensor.numel() == 1023 and os.environ["RANK"] == "1":
-            tensor[17] += 1
-        return result
-    torch.distributed.all_reduce = inexact
+import os, time, torch
+exact = torch.distributed.all_reduce
+def inexact(tensor, *args, **kwargs):
+    if tensor.numel() >= 1 << 14:
+        time.sleep(0.25)
+    result = exact(tensor, *args, **kwargs)
+    if tensor.numel() == 1023 and os.environ["RANK"] == "1":
+        tensor[17] += 1
+    return result
+torch.distributed.all_reduce = inexact
 """
 
 
@@ -260,7 +266,7 @@ def test_a_foreseen_failure_ends_all_ranks_with_one_line(start: Callable[..., Jo
 
 def test_full_disk_during_training_ends_all_ranks(start: Callable[..., Job], tmp_path: Path) -> None:
     """A limit on file sizes (4 blocks of 1024 bytes) stands for the full disk."""
-    command = ["bash", "-c", 'ulimit -f 4; exec "$@"', "-", *local(2, "3", "1")]
+    command = ["bash", "-c", 'ulimit -f 4; exec "$@"', "-", *ranks(2, "3", "1")]
     job = start(command)
     assert job.end() != 0
     errors = [line for line in job.lines if line.startswith("ddp_train: error: ")]
