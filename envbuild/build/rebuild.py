@@ -10,13 +10,14 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from envbuild.base import atomic
-from envbuild.base.errors import BuildError, UsageError, VerificationError
+from envbuild.base.errors import BuildError, LockError, UsageError, VerificationError
 from envbuild.base.files import is_file_name, parse_json
 from envbuild.base.progress import log
 from envbuild.base.toml import read
@@ -49,6 +50,7 @@ from envbuild.store.vault import Vault
 
 # Returns the layer or package that made each file of an artifact.
 Titles = Callable[[], Mapping[str, str]]
+_Planned = tuple[Plan, Callable[[], Result], Titles]
 _RECIPES = "recipes/"
 # Bytes of all files of a recipe, and of the path of one.
 _MOST_RECIPE, _LONGEST = 4 * MOST, 512
@@ -123,9 +125,13 @@ def pull_environment(
         vault = Vault(f"oci://{where}", registry, Quota(environment.site.limits))
         pulling = replace(environment, store=replace(store, vault=vault))
         (loaded,) = _recipes_of(files, folder, pulling)
-        plan, make, _ = _planned(
-            kind, loaded, about.target, about.plan, out, pulling, verify=verify, digest=about.digest
-        )
+        plans = list(_plans(kind, loaded, about.target, out, pulling, verify=verify, digest=about.digest))
+        if not (chosen := [row for row in plans if row[0].digest == about.plan]):
+            raise BuildError(
+                f"{where} was built from the plan {about.plan[:19]}, and the plan here is {plans[0][0].digest[:19]}",
+                "use the version of envbuild that built it, with its Python and SOURCE_DATE_EPOCH",
+            )
+        plan, make, _ = chosen[0]
         if environment.site.trust.restricts and receipt is not None:
             _check_attested(receipt, plan, where)
         made = make()
@@ -173,57 +179,51 @@ def _read(data: bytes, blobs: Sequence[Descriptor], where: str) -> tuple[Environ
 def rebuild(receipt: Mapping[str, Any], path: Path, environment: Environment) -> tuple[str, Titles]:
     """Build the artifact of `receipt` at `path`, from the store and the vault alone; an image as an OCI layout.
 
-    Returns its digest, and a function that says which layer made each of its files. Raises BuildError when the vault
-    lacks a file, or this envbuild makes another plan of the recipe; UsageError without a vault, and for a recipe with
-    own code.
+    Returns its digest, and a function that says which layer made each of its files. Without the receipt's plan, which
+    also has envbuild's trainer and the Python of bytecode, the usual plan of the same recipe and lock is built. Raises
+    BuildError when the vault lacks a file, UsageError without a vault, and for a recipe with own code.
     """
     kind = ARTIFACTS.get(str(receipt["artifact"].get("kind")))
-    parts = {part: str((receipt.get(part) or {}).get("digest", "")) for part in ("lock", "recipe", "plan")}
-    if kind is None or not all(parts.values()):
+    lock, recipe, wanted = (str((receipt.get(part) or {}).get("digest", "")) for part in ("lock", "recipe", "plan"))
+    if kind is None or not (lock and recipe and wanted):
         raise UsageError("the receipt names no lock, or an artifact that is not built again", "give one of a build")
-    fault = BuildError(
-        f"the vault does not have the recipe {parts['recipe'][:19]} with the lock {parts['lock'][:19]}",
-        "where the lock is current, run: envbuild vault push RECIPE",
-    )
     with environment.store.working("opened") as folder:
-        for loaded in kept_recipes(parts["lock"], folder, environment):
-            if loaded.digest != parts["recipe"]:
-                continue
-            try:
-                planned = _planned(kind, loaded, str(receipt.get("target")), parts["plan"], path, environment)
-            except BuildError as error:  # there may be the same recipe with another lock of its base
-                fault = error
-            else:
-                return planned[1]().digest, planned[2]
-    raise fault
+        kept = [loaded for loaded in kept_recipes(lock, folder, environment) if loaded.digest == recipe]
+        plans: list[_Planned] = []
+        for loaded in kept:  # the same recipe with several locks of its base, or before it had one
+            with suppress(LockError):
+                plans += _plans(kind, loaded, str(receipt.get("target")), path, environment)
+        if not plans:
+            raise BuildError(
+                f"the vault does not have the recipe {recipe[:19]} with the lock {lock[:19]}",
+                "where the lock is current, run: envbuild vault push RECIPE",
+            )
+        plan, make, titles = next((row for row in plans if row[0].digest == wanted), plans[0])
+        if plan.digest != wanted:
+            text = f"the artifact was built from the plan {wanted[:19]}, and the plan here is {plan.digest[:19]}"
+            log(f"warning: {text}: another version of envbuild or Python, another base or SOURCE_DATE_EPOCH")
+        return make().digest, titles
 
 
-def _planned(
-    kind: Artifact, loaded: LoadedRecipe, name: str, wanted: str, path: Path, environment: Environment, **options: Any
-) -> tuple[Plan, Callable[[], Result], Titles]:
-    """Return the plan with the digest `wanted` for the target `name`, and the build of its artifact at `path`.
+def _plans(
+    kind: Artifact, loaded: LoadedRecipe, name: str, path: Path, environment: Environment, **options: Any
+) -> Iterator[_Planned]:
+    """Yield the plans of `loaded` for the target `name`, the usual one first, and the build of an artifact at `path`.
 
-    Also returns a function that maps each path in the artifact to the title of its layer, once it is built. `options`
-    are those of make_environment. Raises BuildError without such a plan.
+    Also yields a function that maps each path in the artifact to the title of its layer, once it is built. `options`
+    are those of make_environment.
     """
-    target, use, plans = loaded.target(name)[0], LockUse(locked=True, offline=True, log=log), []
+    target, use = loaded.target(name)[0], LockUse(locked=True, offline=True, log=log)
     options = {"offline": True, "verify": False, **options}
-    for bytecode in (False, True):
+    for unusual in (False, True):
         if isinstance(kind, FolderArtifact):
-            plan, trainer = prepare_folder(kind, loaded, target, environment, compile_bytecode=bytecode, **use)
+            plan, trainer = prepare_folder(kind, loaded, target, environment, compile_bytecode=unusual, **use)
             make = partial(make_environment, kind, plan, trainer, environment, path, **options)
-            titles: Titles = partial(_packages, path)
+            yield plan, make, partial(_packages, path)
         else:
-            prepared = prepare_image(loaded, target, environment, bytecode=not bytecode, **use)
-            plan, make = prepared.plan, partial(_make_image, kind, prepared, path, environment)
-            titles = partial(_layers, prepared, environment)
-        if plan.digest == wanted:
-            return plan, make, titles
-        plans.append(plan.digest[:19])
-    raise BuildError(
-        f"the artifact was built from the plan {wanted[:19]}, and the plan here is {' or '.join(plans)}",
-        "use the version of envbuild that built it, with its Python and SOURCE_DATE_EPOCH",
-    )
+            prepared = prepare_image(loaded, target, environment, bytecode=not unusual, **use)
+            make = partial(_make_image, kind, prepared, path, environment)
+            yield prepared.plan, make, partial(_layers, prepared, environment)
 
 
 def _make_image(kind: Artifact, prepared: PreparedImage, path: Path, environment: Environment) -> Result:

@@ -18,7 +18,7 @@ from lab import registry as lab_registry
 from lab.fake_registry import Call, fake_registry
 from lab.wheels import make_recipe, make_wheel
 
-from .conftest import NO_DAEMON, Command, tiny_site
+from .conftest import NO_DAEMON, REPOSITORY, Command, tiny_site
 from .test_cache import FAULTS as OF_CACHE
 from .test_cache import keys, through
 
@@ -312,12 +312,15 @@ def test_an_environment_is_built_again_from_its_receipt_and_the_vault_alone(team
     for part, words in {
         "lock": "does not have the recipe",
         "recipe": "does not have",
-        "plan": "the plan here is",
     }.items():
         other = {**receipt, part: {**receipt[part], "digest": "sha256:" + "0" * 64}}
         (team.top / "other.receipt.json").write_text(json.dumps(other))
         done = node("rebuild", "other")
         assert done.returncode == 4 and words in done.stderr, done.stderr
+    # The same content by another plan, such as that of another envbuild.
+    (team.top / "built.receipt.json").write_text(json.dumps({**receipt, "plan": {"digest": "sha256:" + "0" * 64}}))
+    done = node("rebuild", "built")
+    assert done.returncode == 0 and "identical" in done.stdout and "the plan here is" in done.stderr, done.stderr
     module = next(team.top.glob("built/lib/python*/site-packages/alpha/__init__.py"))
     other = {**receipt, "artifact": {**receipt["artifact"], "digest": "sha256:" + "0" * 64}}
     Path(built["receipt"]).write_text(json.dumps(other))
@@ -364,6 +367,30 @@ def test_an_image_is_built_again_and_the_layer_that_differs_is_named(
     assert rows[name] == ("removed", None)
     (name,) = (name for name in rows if name.endswith("tiny-1.0.dist-info/RECORD"))
     assert rows[name] == ("changed", "tiny 1.0"), rows
+
+
+@pytest.mark.skipif(TARGET != "cpu-x86_64", reason="it was built for x86_64")
+def test_of_an_artifact_that_an_older_version_built_the_differences_are_named(tmp_path: Path) -> None:
+    """tests/unit/data/kept.tar.xz has an environment of commit 5af1420d, older than `rebuild`, and its inputs.
+
+    No release is older. Its trainer is another one than today's, and nothing else may differ.
+    """
+    (tmp_path / "recipes").mkdir()
+    kept = REPOSITORY / "tests/unit/data/kept.tar.xz"
+    subprocess.run(["tar", "-xf", kept, "-C", tmp_path / "recipes"], check=True)
+    place = tmp_path / "recipes/old_tiny"
+    old, files = tmp_path / "env", {**NO_DAEMON, **PIP, "ENVBUILD_VAULT": f"oci:{tmp_path}/vault"}
+    for name in ("env", "env.receipt.json"):
+        (place / name).rename(tmp_path / name)
+    wheels = (place / "tiny-1.0-py3-none-any.whl").rename(tmp_path / "tiny-1.0-py3-none-any.whl").parent
+    maker = Command(tmp_path, {**files, "ENVBUILD_STORE": str(tmp_path / "one"), "PIP_FIND_LINKS": str(wheels)})
+    maker.json("vault", "push", "old_tiny", "--target", TARGET)
+    node = Command(tmp_path, {**files, "ENVBUILD_STORE": str(tmp_path / "two"), "PIP_FIND_LINKS": ""})
+    done = node("rebuild", old, "--json")
+    assert done.returncode == 5 and "warning: the artifact was built from the plan sha256:8974809dadeb" in done.stderr
+    changes = json.loads(done.stdout)["changes"]
+    others = [row for row in changes if row["layer"] != "ddp_train-0.1.0"]
+    assert len(changes) > 10 and all("ddp" in row["name"] for row in others), others
 
 
 @pytest.mark.skipif(not FAKETIME.exists(), reason="libfaketime (Debian: faketime) is not installed")
