@@ -202,18 +202,22 @@ def plugin_variables(
     if plugin := by_name.get(PLUGIN):
         folder = PurePath(plugin.path or root) / "lib"
         end = "-ofi" if _at_least(plugin.version, (1, 15)) else ""
-        whole = str(folder / f"{net_plugin}{end}.so")
-        if _at_least(nccl, (2, 21)) and len(whole.encode()) <= _LONGEST_NAME:
-            variables["NCCL_NET_PLUGIN"] = whole
-        else:
+        variables = plugin_variable(str(folder / f"{net_plugin}{end}.so"), nccl)
+        if not variables.get("NCCL_NET_PLUGIN", "").startswith("/"):
             folders.append(str(folder))
-            if end:
-                variables["NCCL_NET_PLUGIN"] = "ofi"
     if (host := by_name.get("libfabric")) and host.path:
         folders += [f"{host.path}/lib64", f"{host.path}/lib"]
     if folders:
         variables["LD_LIBRARY_PATH"] = ":".join(filter(None, (*folders, path)))
     return variables
+
+
+def plugin_variable(path: str, nccl: str) -> dict[str, str]:
+    """Return NCCL_NET_PLUGIN for the plugin at `path`; NCCL before 2.21 takes a suffix, and {} is NCCL's default."""
+    if _at_least(nccl, (2, 21)) and len(path.encode()) <= _LONGEST_NAME:
+        return {"NCCL_NET_PLUGIN": path}
+    suffix = PurePath(path).name.partition("-net")[2].partition(".so")[0]
+    return {"NCCL_NET_PLUGIN": suffix.removeprefix("-")} if suffix else {}
 
 
 def _at_least(version: str, least: tuple[int, ...]) -> bool:

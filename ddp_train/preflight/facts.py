@@ -25,6 +25,7 @@ from ..loaded import interfaces
 from . import host as this_host
 from .files import FileCheck, changed_files
 from .model import DEVICES, IMEX, UNKNOWN, Facts
+from .stack import STACK, loaded_stack
 
 _LOOKUP_S = 4.0
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -50,12 +51,15 @@ def collect(
         "gpus": lambda: this_host.gpus(environ),
         "provider": lambda: this_host.missing_provider(provider, devices, state) if provider else "",
         "imex": lambda: this_host.missing_channel(channels) if channels else "",
+        **({"stack": partial(loaded_stack, environ)} if environ.get(STACK) else {}),
         **({"files": partial(changed_files, Path(sys.prefix), files)} if files else {}),
         **{f"name {host}": partial(this_host.addresses_of, host) for host in hosts},
         **{f"reverse {address}": partial(this_host.name_of, address) for address in addresses},
     }
     limits = {"name": _LOOKUP_S, "reverse": _LOOKUP_S, "files": files.limit_s if files else 0.0}
     results = this_host.at_once(jobs, this_host.TOOL_S + 1, limits)
+    late: tuple[str, dict[str, str], str] = ("its network libraries could not be loaded in time", {}, "")
+    stack, loaded, digest = results.get("stack", late) if environ.get(STACK) else ("", {}, "")
     looked_up = {host: results.get(f"name {host}") for host in hosts}
     return Facts(
         hostname=socket.gethostname(),
@@ -76,6 +80,9 @@ def collect(
         driver=this_host.driver(this_host.text("/proc/driver/nvidia/version")),
         provider=results.get("provider", "fi_info did not end"),
         imex=results.get("imex", ""),
+        stack=stack,
+        loaded=loaded,
+        inventory=digest,
         memlock=this_host.limit(resource.RLIMIT_MEMLOCK),
         cores=os.cpu_count() or 0,
         cores_allowed=len(os.sched_getaffinity(0)),

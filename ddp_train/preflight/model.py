@@ -30,7 +30,9 @@ class Facts:
     looks up: [] for an unknown name, None for a look-up that did not end in time. `lines` maps hosts to their
     lines in /etc/hosts, `reverse` addresses to names. `provider` is "" if the provider is present or not
     required, else the reason of its absence; `imex` likewise for a channel of IMEX. `changed` lists the files that
-    differ from the environment's manifest, UNKNOWN if they were not compared in time. `speeds` are the figures of
+    differ from the environment's manifest, UNKNOWN if they were not compared in time. `stack` is why ranks do not load
+    the network libraries that the site names, or ""; `loaded` has the paths of those that they load, by name, and
+    `inventory` is a digest of the node's own. `speeds` are the figures of
     speed.py, if they were requested.
     """
 
@@ -52,6 +54,9 @@ class Facts:
     driver: str = ""
     provider: str = ""
     imex: str = ""
+    stack: str = ""
+    loaded: dict[str, str] = field(default_factory=dict)
+    inventory: str = ""
     memlock: int = UNLIMITED
     cores: int = 0
     cores_allowed: int = 0

@@ -92,6 +92,7 @@ def same(nodes: Sequence[Node], required: Requirements) -> Iterator[Finding]:
         fault = f"{len(odd) - SHOWN} more packages differ: {', '.join(odd[SHOWN:])[:200]}"
         yield Finding(WARN, "packages", (), fault, _ONE_ARTIFACT)
     yield from differ(WARN, "driver", "NVIDIA's driver", lambda f: f.driver, one_driver)
+    yield from differ(WARN, "stack", "the nodes' inventory of network libraries", lambda f: f.inventory, one_kind)
     yield from differ(WARN, "mtu", "the interface's MTU", lambda f: str(f.mtu), one_mtu)
 
 
@@ -159,6 +160,9 @@ def resources(nodes: Sequence[Node], required: Requirements) -> Iterator[Finding
             fault = f"lacks a channel of NVIDIA's IMEX for NVLink between the nodes: {facts.imex}"
             remedy = "NCCL fails or goes without: Slurm's switch/nvidia_imex, a ComputeDomain, or NCCL_MNNVL_ENABLE=0"
             yield Finding(WARN, "imex", at, fault, remedy)
+        if facts.stack:
+            remedy = "`envbuild check ARTIFACT --site SITE` says what does not fit; correct [host_stack] of the site"
+            yield Finding(FAIL, "stack", at, facts.stack, remedy)
         if required.pins and UNLIMITED != facts.memlock < _LITTLE_MEMLOCK:
             fault = f"lets a process pin {_bytes(facts.memlock)} of memory"
             remedy = "ulimit -l unlimited (limits.conf, LimitMEMLOCK=infinity of slurmd): what is sent is pinned"

@@ -1,5 +1,7 @@
 """Reader of ELF files and their dynamic symbols.
 
+ddp_train has this file and libraries.py too, by links, for nodes without envbuild: they need Python 3.9 alone.
+
 Sources: System V ABI, chapters 4 and 5 (header, program header, dynamic section, symbol table, DT_HASH); the Linux
 Standard Base's symbol versioning (DT_VERNEED, DT_VERDEF, DT_VERSYM); glibc, elf/dl-lookup.c (DT_GNU_HASH). Like the
 dynamic linker, it uses program headers: section headers may be stripped.
@@ -36,14 +38,15 @@ _GLIBC = re.compile(r"GLIBC_([0-9]+)\.([0-9]+)(?:\.[0-9]+)?")
 class Elf:
     """A 64-bit ELF file.
 
-    `dynamic` is whether it has a dynamic section. `runpath` is DT_RUNPATH, else DT_RPATH. `needs` are the symbol
-    versions that the loader requires from other libraries, as (library, version); `defines` are its own symbol
-    versions. `symbols` is None if not read.
+    `dynamic` is whether it has a dynamic section. `runpath` is DT_RUNPATH, else DT_RPATH, which `inherited` tells.
+    `needs` are the symbol versions that the loader requires from other libraries, as (library, version); `defines` are
+    its own symbol versions. `symbols` is None if not read.
     """
 
     machine: int
     dynamic: bool = False
     runpath: str = ""
+    inherited: bool = False
     needed: tuple[str, ...] = ()
     soname: str = ""
     needs: tuple[tuple[str, str], ...] = ()
@@ -157,6 +160,7 @@ def _read(read: ReadAt, symbols: bool) -> Elf | None:
         machine,
         dynamic=True,
         runpath=text(paths[0]) if paths else "",
+        inherited=bool(paths) and _RUNPATH not in entries,
         needed=tuple(text(offset) for offset in entries.get(_NEEDED, ())),
         soname=text(entries[_SONAME][0]) if _SONAME in entries else "",
         needs=tuple(dict.fromkeys(needs)),
@@ -295,6 +299,10 @@ class Symbols:
         versions = self._defined.get(name, ())
         return any(not version or not own or own == version for own in map(self._version, versions))
 
+    def given(self) -> dict[str, list[str]]:
+        """Return the versions of each defined symbol, "" for none."""
+        return {name.decode(errors="replace"): [*map(self._version, v)] for name, v in self._defined.items()}
+
     @cached_property
     def _defined(self) -> dict[bytes, tuple[int, ...]]:
         """Version numbers of the defined symbols."""
@@ -306,7 +314,7 @@ class Symbols:
         return versions
 
     def _rows(self) -> Iterator[tuple[tuple[int, ...], int]]:
-        return zip(self._entry.iter_unpack(self._table), self._marks, strict=True)
+        return zip(self._entry.iter_unpack(self._table), self._marks)  # noqa: B905 - Python 3.9 has no strict
 
     def _name(self, offset: int) -> bytes:
         return self._strings[offset : self._strings.find(b"\0", offset)]

@@ -7,17 +7,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, date, datetime
+from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 import click
 
-from envbuild.base.errors import LockError
+from envbuild.base.errors import LockError, UsageError
 from envbuild.base.files import build_folder
 from envbuild.cli import complete, layout
 from envbuild.cli.common import open_recipe, open_target, print_json, show, with_options
 from envbuild.compat.judge import gpu_findings, judge
 from envbuild.compat.rows import CompatFinding, load_rows
+from envbuild.contract.kinds import kinds_of
 from envbuild.contract.receipt import read_receipt, recorded_gpu_code
 from envbuild.environment import Environment
 from envbuild.gpus import Containers
@@ -29,6 +31,7 @@ from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.model import LayerTable, layer_kind
 from envbuild.recipe.targets import Target
 from envbuild.run_environment import load_environment
+from envbuild.site.settings import Site, load_site
 
 _COLOURS = {"good": "green", "bad": "red", "unknown": "yellow", "note": "cyan"}
 _WIDTH = 100
@@ -175,7 +178,7 @@ def _conda_lock(state: LockState[CondaLock]) -> str:
 
 
 @click.command("check")
-@click.argument("recipe", required=False, shell_complete=complete.recipes)
+@click.argument("recipe", metavar="[RECIPE|ARTIFACT]", required=False, shell_complete=complete.recipes_or_artifacts)
 @click.option(
     "--target",
     metavar="TARGET",
@@ -186,9 +189,21 @@ def _conda_lock(state: LockState[CondaLock]) -> str:
 @click.option(
     "--suggest", is_flag=True, help="For extensions that do not fit torch, find the newest release that fits."
 )
+@click.option(
+    "--site",
+    metavar="SITE",
+    shell_complete=complete.sites,
+    help="Judge ARTIFACT with the network libraries of SITE's nodes.",
+)
 @with_options("offline", "json")
 def check_command(
-    recipe: str | None, target: str | None, driver: str | None, suggest: bool, offline: bool, as_json: bool
+    recipe: str | None,
+    target: str | None,
+    driver: str | None,
+    suggest: bool,
+    site: str | None,
+    offline: bool,
+    as_json: bool,
 ) -> None:
     """Check whether the parts of RECIPE are compatible, link by link, each with its source.
 
@@ -198,14 +213,23 @@ def check_command(
     the index by ranges, once for each wheel; the rest needs no network. Exit code 3 when a combination is known not to
     work.
 
+    With --site, ARTIFACT (a venv, conda environment, squashfs or SIF, or a RECIPE whose artifact is in ./build) is
+    judged with the libraries in SITE's [host_stack] instead: whether a rank can load the libfabric, NCCL plugin and MPI
+    that would meet, by names, symbols and their versions. The nodes' are read from the inventory that
+    `envbuild site init` writes on a node; no node is needed here.
+
     \b
     Examples:
       envbuild check pt_cu126
       envbuild check gh200_cu126 --target cu126-aarch64 --driver 550.54.15
       envbuild check pt_vision --suggest
       envbuild check ./recipe.toml --json
+      envbuild check pt_cu126.sqsh --site ./site.toml
     """
     environment = load_environment()
+    if site is not None:
+        _check_stack(recipe, target, load_site(environment.variables, site), environment, as_json=as_json)
+        return
     loaded = open_recipe(recipe, environment)
     names = [target] if target is not None else list(loaded.recipe.targets)
     rows_of_targets: list[dict[str, Any]] = []
@@ -246,6 +270,43 @@ def check_command(
         for line in wrap(text, max(20, min(_WIDTH, layout.width()))):
             click.echo(click.style(line, dim=True))
     if any(row["verdict"] == "bad" for row in rows_of_targets):
+        sys.exit(3)
+
+
+def _check_stack(text: str | None, target: str | None, site: Site, environment: Environment, *, as_json: bool) -> None:
+    """Judge an artifact with the libraries of the nodes of `site`; exit with 3 if they cannot be loaded together."""
+    from envbuild.build.built import find_built
+    from envbuild.compat.host_stack import judge_stack, parse_inventory
+    from envbuild.verify.static_checks import read_libraries
+
+    table, file = site.host_stack, Path(site.host_stack.inventory)
+    if not table.inventory:
+        raise UsageError(
+            f"site {site.name} has no [host_stack]", "name the nodes' libraries there: docs/howto/host-stack.md"
+        )
+    if not file.is_file():
+        hint = f"on a node: envbuild site init --from {site.files[-1]} --out {site.files[-1]} --force"
+        raise UsageError(f"there is no inventory of the nodes' libraries, {file}", hint)
+    kinds, folders = (*kinds_of("file"), *kinds_of("folder")), environment.site.recipe_folders
+    built = find_built(text, kinds, target=target, site_folders=folders)
+    path = built.path if built else Path(text or "")
+    host = parse_inventory(file.read_text(encoding="utf-8", errors="replace"), str(file))
+    findings = judge_stack(table, host, read_libraries(path, environment.site.limits))
+    bad = any(finding.status == "bad" for finding in findings)
+    if as_json:
+        print_json(
+            {
+                "artifact": str(path),
+                "site": site.name,
+                "mode": table.mode,
+                "verdict": "bad" if bad else "good",
+                "findings": [finding.as_json() for finding in findings],
+            }
+        )
+    else:
+        click.echo(click.style(str(path), bold=True) + f" on the nodes of {site.name}, mode {table.mode}")
+        _show_findings(findings)
+    if bad:
         sys.exit(3)
 
 

@@ -190,13 +190,15 @@ def site_command() -> None:
 def init_command(out: Path | None, origin: str | None, force: bool) -> None:
     """Write a commented site file for this host, or a copy of another site's to change.
 
+    If its [host_stack] names libraries, SITE.stack.json beside it gets their symbols on this host: run it on a node.
+
     \b
     Examples:
       envbuild site init
       envbuild site init --from hyperpod --out ~/.config/envbuild/site.toml
       envbuild site init --out -
     """
-    from envbuild.doctor.sites import site_file
+    from envbuild.doctor.sites import site_file, stack_inventory
 
     path = out or Path("site.toml")
     if ".config" not in path.parts:  # the user's own folder, which may not exist yet
@@ -211,6 +213,10 @@ def init_command(out: Path | None, origin: str | None, force: bool) -> None:
         write_beside(path, text)
     except OSError as error:
         raise HostError(f"{path} cannot be written: {error.strerror}", "choose another --out") from error
+    place, rows = stack_inventory(load_site(os.environ, str(path.absolute())))
+    if place:
+        write_beside(Path(place), rows)
+        log(f"the libraries of [host_stack] on this host: {place}, for `envbuild check ARTIFACT --site {path}`")
     log(f"read it through, then: envbuild site check {path}")
     click.echo(path)
 

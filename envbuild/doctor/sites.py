@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import re
 import shlex
 import socket
@@ -11,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from envbuild.base.errors import EnvbuildError
+from envbuild.base.libraries import inventory
 from envbuild.base.masking import redact
 from envbuild.base.toml import toml_value
 from envbuild.contract.kinds import container_runtimes
@@ -269,6 +272,7 @@ def site_file(variables: Mapping[str, str]) -> str:
         "container": _container_text(variables),
         "node": _node(host),
         "fabric": _fabric(),
+        "host_stack": _host_stack(host),
     }
     lines_of: dict[str, list[str]] = {}
 
@@ -424,3 +428,32 @@ def _fabric() -> Iterator[str]:
         names = ", ".join(f"{interface.name} {interface.addresses[0]}" for interface in outer)
         yield _said("interface", best.name, f"this host has {names}", off=not best.name.startswith(own))
     yield '# variables = { NCCL_IB_GID_INDEX = "3" }          # of every job on GPUs'
+
+
+# Where HPE (CPE user guide), AWS (EFA installer) and NVIDIA install their libraries.
+_VENDORS = {
+    "libfabric": ("opt/cray/libfabric/*/lib64/libfabric.so.1", "opt/amazon/efa/lib*/libfabric.so.1"),
+    "nccl_plugin": ("opt/amazon/ofi-nccl/lib/*/libnccl-net*.so", "opt/aws-ofi-nccl/lib/libnccl-net*.so"),
+    "mpi": ("opt/cray/pe/mpich/*/ofi/gnu/*/lib/libmpi*.so.*", "opt/amazon/openmpi*/lib*/libmpi.so.*"),
+    "driver": ("usr/lib64/libcuda.so.1", f"usr/lib/{platform.machine()}-linux-gnu/libcuda.so.1"),
+}
+
+
+def _host_stack(host: Host) -> Iterator[str]:
+    found: dict[str, list[str]] = {}
+    for name, patterns in _VENDORS.items():
+        paths = [path for pattern in patterns for path in sorted(host.root.glob(pattern))]
+        places = [f"/{(path if name == 'nccl_plugin' else path.parent).relative_to(host.root)}" for path in paths]
+        found |= {name: list(dict.fromkeys(places))} if places else {}
+    if not found:
+        yield "# no libfabric, NCCL plugin, MPI or driver of a vendor is on this host"
+    yield _said("mode", "image", "inject: jobs mount these into containers, and ranks load them", off=not found)
+    for name, places in found.items():
+        yield _said(name, places[-1], f"others: {', '.join(places[:-1])}"[:160] if places[:-1] else "")
+
+
+def stack_inventory(site: Site) -> tuple[str, str]:
+    """Return the file of the site's inventory of host libraries, and its text by this host; "" without [host_stack]."""
+    table = site.host_stack
+    places = [*table.places, *filter(None, [table.driver and f"{table.driver}/libcuda.so.1"])]
+    return (table.inventory, json.dumps(inventory(places)) + "\n") if places else ("", "")

@@ -12,7 +12,7 @@ from envbuild.base.files import absolute_path
 from envbuild.base.text import size
 from envbuild.contract.kinds import ARTIFACTS, Artifact, kinds_of
 from envbuild.data.schedulers import LAUNCHERS
-from envbuild.fabrics import fabric_variables, find_fabric, plugin_variables
+from envbuild.fabrics import fabric_variables, find_fabric, plugin_variable, plugin_variables
 from envbuild.jobs.containers import FOLDER, JOB_RUNTIMES, OWN, POD
 from envbuild.jobs.model import JobArtifact, JobInputs, JobPlan, JobRequest, JobRuntime
 from envbuild.jobs.plan_checks import IN_IMAGE, check_exclusion, check_nodes, check_rendezvous, check_strategy
@@ -315,6 +315,11 @@ def job_env(
         plugin = plugin_variables(opened.layers, root, opened.nccl, net_plugin=artifact.accelerator.net_plugin)
         library = tuple(filter(None, plugin.pop("LD_LIBRARY_PATH", "").split(":")))
         take(plugin, "layer aws-ofi-nccl")
+        if site.host_stack.injected and site.host_stack.nccl_plugin:
+            plugin = plugin_variable(site.host_stack.nccl_plugin, opened.nccl)
+            take(plugin, site.origin("host_stack", "nccl_plugin"))
+    if not runtime.pods:
+        library = (*site.host_stack.library_path(isolated=not runtime.host_files), *library)
     own = artifact.of_kind.job_variables(artifact.path)
     take(own, f"the {artifact.kind} environment")
     # The site's paths may not exist in a container, so programs in containers do not get them.
@@ -345,6 +350,7 @@ def container_mounts(script: str | None, runtime: JobRuntime, work: str, site: S
     for mount in site.container.mounts:
         host, _, inside = mount.partition(":")
         mounts.append((host, inside or host))
+    mounts += [(place, f"{place}:ro") for place in site.host_stack.injected]
     # The job's own folders: the working folder and that of the script, which is an absolute path.
     for folder in (work, *([str(PurePosixPath(script).parent)] if script else ())):
         if not any(PurePosixPath(folder).is_relative_to(host) and host == inside for host, inside in mounts):

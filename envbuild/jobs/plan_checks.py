@@ -141,6 +141,8 @@ def _pod_faults(plan: JobPlan) -> Iterator[str]:
     if lost := lost_log(plan):
         yield lost
     limits = {*site.kubernetes.resources} | ({"cpu"} if plan.cpus_per_node else set())
+    if site.host_stack.injected:
+        yield "pods get none of the nodes' libraries in [host_stack]: mount them by [kubernetes] volumes, host:/PATH:ro"
     if missing := unlimited(limits | ({"memory"} if site.node.memory else set())):
         yield f"pods of site {site.name} ask for no {missing}: {UNLIMITED}. Set [node] cpus and memory in the site file"
     default = site.kubernetes.api == "v2" and site.kubernetes.runtime == DEFAULT_RUNTIME

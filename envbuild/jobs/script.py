@@ -106,6 +106,16 @@ def settings(plan: JobPlan, launcher: Launcher) -> str:
     if plan.preflight and (devices := preflight_devices(artifact.provider)):
         lines.append(f"export ENVBUILD_DEVICES={word(devices)}")
     lines += [f"export ENVBUILD_IMEX={plan.imex()}"] if plan.preflight and plan.imex() else []
+    if plan.preflight and (places := plan.site.host_stack.places):
+        plugin = dict(plan.variables).get("NCCL_NET_PLUGIN", "")
+        stack = {
+            "mode": plan.site.host_stack.mode,
+            "places": places,
+            "plugin": plugin if plugin.startswith("/") else "",
+            "mpi": plan.site.host_stack.mpi,
+            "alone": not folder,
+        }
+        lines.append(f"export ENVBUILD_STACK={word(json.dumps(stack, ensure_ascii=False), '[host_stack]')}")
     lines += [f"export {name}={word(value, f'variable {name}')}" for name, value in plan.variables]
     job = "{\n" + ",\n".join(f"  {line}" for line in _filled(pieces)) + "\n}"
     return "\n".join([*lines, "# Input of ddp_train.launch, as JSON.", f"ENVBUILD_JOB={word(job, 'the job')}"])

@@ -6,6 +6,7 @@ k8s.io/apimachinery/pkg/util/validation.
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -333,6 +334,63 @@ class ContainerTable:
     mounts: tuple[str, ...] = key(
         (), "What containers see of the host: /PATH, or /HOST:/CONTAINER.", check=mount_problem, example=["/fsx:/fsx"]
     )
+
+
+_place_problem = form(
+    r"(/[^:,\s]*[^:,\s/])?", "is not an absolute path without spaces, colons, commas and / at its end"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HostStackTable:
+    """`[host_stack]`: the nodes' own libfabric, NCCL plugin and MPI, and whether jobs use them."""
+
+    mode: Literal["image", "inject"] = key(
+        "image", "image: ranks use the artifact's own libraries; inject: those of the nodes, named here."
+    )
+    libfabric: str = key(
+        "", "Folder of libfabric.so.1.", check=_place_problem, example="/opt/cray/libfabric/1.22.0/lib64"
+    )
+    nccl_plugin: str = key(
+        "", "File of NCCL's network plugin.", check=_place_problem, example="/opt/aws-ofi-nccl/lib/libnccl-net.so"
+    )
+    mpi: str = key(
+        "", "Folder of libmpi.so.*.", check=_place_problem, example="/opt/cray/pe/mpich/8.1.32/ofi/gnu/12.3/lib"
+    )
+    driver: str = key(
+        "",
+        "Folder of the driver's libcuda.so.1. `envbuild check` judges it; container runtimes mount it by themselves.",
+        check=_place_problem,
+        example="/usr/lib64",
+    )
+    more: tuple[str, ...] = key(
+        (),
+        "Files and folders that these load besides, such as /usr/lib64/libcxi.so.1.",
+        check=_place_problem,
+    )
+    inventory: str = key(
+        "", "File with the nodes' libraries, for `envbuild check`. Default: SITE.stack.json beside this file."
+    )
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The files and folders that ranks use in mode inject."""
+        return tuple(filter(None, (self.libfabric, self.nccl_plugin, self.mpi, *self.more)))
+
+    @property
+    def injected(self) -> tuple[str, ...]:
+        """The same, () in another mode."""
+        return self.places if self.mode == "inject" else ()
+
+    def library_path(self, *, isolated: bool) -> tuple[str, ...]:
+        """Return the folders of LD_LIBRARY_PATH for them; outside of containers, not those of single files."""
+        if not self.injected:
+            return ()
+        single = [place for place in self.more if ".so" in posixpath.basename(place)]
+        folders = [self.libfabric, posixpath.dirname(self.nccl_plugin), self.mpi]
+        folders += [place for place in self.more if place not in single]
+        folders += [posixpath.dirname(place) for place in single if isolated]
+        return tuple(dict.fromkeys(filter(None, folders)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,7 @@ class SiteTables:
     paths: jobs.PathsTable = key(jobs.PathsTable(), "File systems, as nodes see them.")
     stage: jobs.StageTable = key(jobs.StageTable(), "Artifacts on the nodes' own disks.")
     container: jobs.ContainerTable = key(jobs.ContainerTable(), "What starts images on nodes.")
+    host_stack: jobs.HostStackTable = key(jobs.HostStackTable(), "The nodes' own network libraries.")
     node: jobs.NodeTable = key(jobs.NodeTable(), "What one node has.")
     kubernetes: jobs.KubernetesTable = key(jobs.KubernetesTable(), "Where and how pods run.")
 
@@ -228,6 +229,9 @@ def _resolved(table: Any, file: Path, env: Mapping[str, str]) -> Any:
             signers, others = ([str(_path(f, file, env)) for f in g] for g in (table.signers, table.cache_signers))
             own = str(_path(table.sigstore, file, env)) if table.sigstore else ""
             return replace(table, signers=tuple(signers), cache_signers=tuple(others), sigstore=own)
+        case jobs.HostStackTable():
+            name = table.inventory or f"{file.stem}.stack.json"
+            return replace(table, inventory=str(_path(name, file, env)))
         case jobs.PathsTable():
             return jobs.PathsTable(**{name: _with_user(path, env) for name, path in asdict(table).items()})
         case jobs.StageTable():

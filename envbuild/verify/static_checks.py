@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from envbuild.base import process
-from envbuild.base.elf import MACHINES
+from envbuild.base.elf import MACHINES, Elf, machine_name
 from envbuild.base.errors import EnvbuildError, UsageError
+from envbuild.base.libraries import SYSTEM_FOLDERS, Library, library_of
 from envbuild.base.packages import record_digest
 from envbuild.base.text import normalise
+from envbuild.compat.host_stack import ArtifactLibraries
+from envbuild.contract.installed import HOST
 from envbuild.contract.state import IMAGE, PREFIX, BuiltLayer, State
 from envbuild.gpus import UNREADABLE, Containers, all_chips, gpu_faults, is_judged, library_runs
 from envbuild.image.limits import ImageLimits
@@ -23,7 +27,7 @@ from envbuild.verify.image_file import open_image_file
 from envbuild.verify.launch import run_program
 from envbuild.verify.model import Check, Nodes, Subject, judge, listed, not_tried
 from envbuild.verify.outside import read_squashfs
-from envbuild.verify.survey import Survey
+from envbuild.verify.survey import Survey, configured_folders
 
 _WRONG_FILES = ("altered", "missing", "unowned")
 _KEPT_TEXT = 2000
@@ -177,6 +181,37 @@ def read_gpu_files(path: Path, target: Target, limits: ImageLimits) -> dict[str,
         files = read_squashfs(stream, offset, str(path), limits, _READING_S, gpu=True)
     containers_of = scan_elf(root, MACHINES[target.arch], files, gpu=True).gpu_code
     return {os.path.relpath(name, root): containers for name, containers in containers_of.items()}
+
+
+def read_libraries(path: Path, limits: ImageLimits) -> ArtifactLibraries:
+    """Return the libraries of the environment or image file at `path`. Raises BuildError (damaged), UsageError."""
+    folder = path.is_dir()
+    elf_of: Callable[[str], Elf | None] = functools.cache(HOST.elf)
+    root, paths, library_path, folders = f"/{PREFIX}", list[str](), list[str](), list[str]()
+    if folder:
+        root = os.path.abspath(path)
+        paths = [*HOST.walk(root)]
+    else:
+        offset = open_image_file(path).offset
+        with path.open("rb") as stream:
+            files = read_squashfs(stream, offset, str(path), limits, _READING_S)
+        paths, elf_of = [f"/{name}" for name in files.rows], files.elf
+        library_path, folders = files.library_path(), [*configured_folders(files)]
+    libraries: dict[int, Library] = {}
+
+    def library(path: str) -> Library | None:
+        elf = elf_of(os.path.realpath(path) if folder else path)
+        if elf is None or id(elf) in libraries:
+            return libraries.get(id(elf))
+        return libraries.setdefault(id(elf), library_of(elf))
+
+    pythons = (place for place in (f"{root}/bin/python", *([] if folder else ["/usr/bin/python3"])) if library(place))
+    program = next(pythons, "")
+    known = library(program) or next(filter(None, map(library, (p for p in paths if ".so" in p))), None)
+    if known is None:
+        raise UsageError(f"{path} has no libraries", "give a venv, conda environment, .sqsh or .sif")
+    folders += [] if folder else [place.format(machine_name(known.machine)) for place in SYSTEM_FOLDERS]
+    return ArtifactLibraries(root, known.machine, library, paths, not folder, program, library_path, folders)
 
 
 def check_layer(layer: BuiltLayer, nodes: Nodes, work: Path) -> Check:

@@ -90,7 +90,7 @@ class _Loader:
         self.root, self.libraries, self.files, self.machine = root, libraries, files, machine
         self.elf, self.find = functools.cache(self._elf), functools.cache(self._find)
         self.closure = functools.cache(self._closure)
-        self.configured = [*_configured(files)]
+        self.configured = [*configured_folders(files)]
         own = [f"{root}/lib"] if is_conda(Path(root), files) else []  # python's DT_RPATH, which all libraries inherit
         usual = [f"{top}/{machine_name(machine)}-linux-gnu" for top in ("/lib", "/usr/lib")]
         usual += ["/lib64", "/usr/lib64", "/lib", "/usr/lib"]
@@ -159,7 +159,7 @@ class _Loader:
         return posixpath.relpath(path, self.root) if path.startswith(f"{self.root}/") else path
 
 
-def _configured(files: Files) -> Iterator[str]:
+def configured_folders(files: Files) -> Iterator[str]:
     """Yield the folders of /etc/ld.so.conf and of the folder that distributions include there."""
     names = [_CONF]
     with suppress(OSError):

@@ -29,7 +29,7 @@ ELSEWHERE: dict[str, str] = tomllib.loads((TOP / "tests/unit/data/commands.toml"
 # Of these not even the plan can be had here: a registry, channel or daemon is asked, or nothing is left to try.
 NOT_TRIED = re.compile(
     r"envbuild (lock (?!pt_minimal --check$)|docker (?!.*--(out|push))|conda (?!.*--job))"
-    r"|envbuild (add|remove) |envbuild check .*--suggest|envbuild init .*--update|envbuild venv .*--from"
+    r"|envbuild (add|remove) |envbuild check .*--(?:suggest|site)|envbuild init .*--update|envbuild venv .*--from"
     r"|envbuild (layers|bundle|exec|run|verify|preflight|doctor|attest|trust|cache|vault|rebuild|push|pull|audit"
     r"|history|bisect|report)"
     r"|envbuild store prune --recipe"

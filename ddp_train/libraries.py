@@ -1,0 +1,1 @@
+../envbuild/base/libraries.py

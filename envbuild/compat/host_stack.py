@@ -1,0 +1,226 @@
+"""The nodes' own network libraries and an artifact's: whether one process can load what meets. Pure.
+
+The artifact's libraries are looked up by functions, the nodes' in an inventory (base/libraries.py), so that a stack is
+judged on any host.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from envbuild.base.errors import UsageError
+from envbuild.base.libraries import Library, LoadFault, Process
+from envbuild.compat.rows import LOOK_IT_UP, CompatFinding, finding, load_rows, row_of
+from envbuild.site.jobs import HostStackTable
+
+FORMAT = 1
+# Libraries by the roles that they have in a stack, by the names of their files.
+PLUGIN = re.compile(r"lib(?:nccl|rccl)-net[\w.-]*\.so")
+_FABRIC, _DRIVER = "libfabric.so.1", "libcuda.so.1"
+_MPI = re.compile(r"libmpi[\w.-]*\.so\.\d+")
+_TORCH = re.compile(r"/site-packages/torch/lib/libtorch_(?:cuda|hip|python)\.so\Z")
+_NCCL = re.compile(r"/lib(?:nccl|rccl)\.so\.\d+\Z")
+_API = re.compile(r"ncclNet(?:Plugin)?_v(\d+)")
+_VERSIONED = re.compile(
+    r"/libnccl\.so\.(\d+\.\d+\.\d+)\Z|/nvidia_nccl_cu\d+-([\d.]+)\.dist-info/|/conda-meta/nccl-([\d.]+)-"
+)
+_VERSION = re.compile(r"(.+)_([0-9]+(?:\.[0-9]+)*)")
+
+
+@dataclass(frozen=True)
+class HostInventory:
+    """The inventory of a node: its libraries by their real paths, `links` to them, and the loader's `folders`."""
+
+    libraries: Mapping[str, Library]
+    links: Mapping[str, str] = field(default_factory=dict)
+    folders: Sequence[str] = ()
+
+    def find(self, path: str) -> Library | None:
+        """Return the library at `path`, None for any other path."""
+        return self.libraries.get(self.links.get(path, path))
+
+
+def parse_inventory(text: str, where: str) -> HostInventory:
+    """Return the inventory in `text`. Raises UsageError for any other text, with `where`, its file."""
+    try:
+        value: dict[str, Any] = json.loads(text)
+        if value["format"] != FORMAT:
+            raise ValueError
+        libraries = {path: Library(**row) for path, row in value["libraries"].items()}
+        return HostInventory(libraries, dict(value["links"]), list(value["folders"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{where} is no inventory of a node's libraries", "write it again on a node") from error
+
+
+@dataclass(frozen=True)
+class ArtifactLibraries:
+    """The files of an artifact whose environment is in the folder `root`.
+
+    `find` returns the library at a path, `paths` are the files below `root`. With `isolated`, as in images, all paths
+    are the artifact's and those that a job mounts; else what is outside of `root` is the nodes'. `library_path` is
+    LD_LIBRARY_PATH of the artifact itself, `folders` are those in which its loader searches at last.
+    """
+
+    root: str
+    machine: int
+    find: Callable[[str], Library | None]
+    paths: Collection[str]
+    isolated: bool
+    program: str = ""
+    library_path: Sequence[str] = ()
+    folders: Sequence[str] = ()
+
+
+def judge_stack(table: HostStackTable, host: HostInventory, artifact: ArtifactLibraries) -> list[CompatFinding]:
+    """Return a finding for each part of the stack that ranks of `artifact` would load with the mode of `table`."""
+    seen = _Meeting(table, host, artifact)
+    findings = [*seen.plugin(), *seen.fabric(), *seen.mpi(), *seen.driver()]
+    return findings or [finding("note", "stack", "neither the nodes nor the artifact have libraries of this kind")]
+
+
+class _Meeting:
+    """The libraries of both sides, as a rank finds them."""
+
+    def __init__(self, table: HostStackTable, host: HostInventory, artifact: ArtifactLibraries) -> None:
+        self.table, self.host, self.artifact = table, host, artifact
+        self.places = (*table.injected, *filter(None, [table.driver]))
+        self.folders = [*artifact.folders] if artifact.isolated else [*host.folders]
+        self.folders += [table.driver] if table.driver else []
+        self.library_path = [*table.library_path(isolated=artifact.isolated), *artifact.library_path]
+        self.torch = sorted(path for path in artifact.paths if _TORCH.search(path))
+        self.nccl = next((path for path in sorted(artifact.paths) if _NCCL.search(path)), "")
+
+    def of_host(self, path: str) -> bool:
+        """Return whether a rank finds the node's file at `path`."""
+        if self.artifact.isolated:
+            return any(path == place or path.startswith(f"{place}/") for place in self.places)
+        return not path.startswith(f"{self.artifact.root}/")
+
+    def find(self, path: str) -> Library | None:
+        return self.host.find(path) if self.of_host(path) else self.artifact.find(path)
+
+    def loaded(self, name: str, by: str = "") -> tuple[Process, LoadFault | None]:
+        """Return the process of a rank that loaded torch, then `name`, and the fault of the latter."""
+        artifact = self.artifact
+        process = Process(self.find, artifact.machine, self.library_path, self.folders, artifact.program)
+        for path in self.torch:
+            process.assume(path)
+        return process, process.load(name, by)
+
+    def plugin(self) -> Iterator[CompatFinding]:
+        own = sorted(
+            p for p in self.artifact.paths if PLUGIN.fullmatch(posixpath.basename(p)) and self.artifact.find(p)
+        )
+        path = (self.table.mode == "inject" and self.table.nccl_plugin) or next(iter(own), "")
+        if not path:
+            return
+        process, fault = self.loaded(path, self.nccl)
+        yield self._finding("plugin", path, process, fault, _FABRIC)
+        library = self.find(path)
+        if library and not fault:
+            yield self._api(path, library)
+
+    def _api(self, path: str, library: Library) -> CompatFinding:
+        """Return whether NCCL and the plugin at `path` have a net API in common."""
+        apis = {int(match[1]) for match in map(_API.match, library.given) if match}
+        version = next(
+            (v for p in sorted(self.artifact.paths) if (m := _VERSIONED.search(p)) for v in m.groups() if v), ""
+        )
+        row, name = row_of(load_rows().nccl, version) if version else None, posixpath.basename(path)
+        has = f"{name} has net API {', '.join(f'v{api}' for api in sorted(apis)) or 'none'}"
+        if row is None:
+            text = f"{has}; which NCCL opens it, or what it speaks, is not known"
+            return finding("unknown", "plugin", text, LOOK_IT_UP)
+        both = apis & {*row.apis}
+        if both:
+            return finding("good", "plugin", f"{has}, NCCL {version} takes v{max(both)}", by=row)
+        text = f"{has}, and NCCL {version} takes v{min(row.apis)} to v{max(row.apis)}: it falls back to sockets"
+        return finding("bad", "plugin", text, "take a plugin for this NCCL, or another NCCL", by=row)
+
+    def fabric(self) -> Iterator[CompatFinding]:
+        process, fault = self.loaded(_FABRIC)
+        if fault and fault.kind == "absent" and fault.name == _FABRIC and not self.table.injected:
+            return
+        yield self._finding("libfabric", _FABRIC, process, fault, _FABRIC)
+
+    def mpi(self) -> Iterator[CompatFinding]:
+        users = []
+        for path in sorted(self.artifact.paths):
+            library = self.artifact.find(path) if ".so" in posixpath.basename(path) else None
+            if library and any(map(_MPI.fullmatch, library.needed)):
+                users.append(path)
+        findings = []
+        for path in users:
+            process, fault = self.loaded(path)
+            library = self.artifact.find(path)
+            name = next(filter(_MPI.fullmatch, library.needed)) if library else ""
+            findings.append(self._finding("MPI", path, process, fault, name))
+        if bad := [row for row in findings if row.status != "good"]:
+            yield bad[0]
+        else:
+            yield from findings[:1]
+        if not users and self.table.mpi and self.table.injected:
+            yield finding("note", "MPI", f"nothing in the artifact is linked with MPI: {self.table.mpi} is not loaded")
+
+    def driver(self) -> Iterator[CompatFinding]:
+        if self.table.driver:
+            process, fault = self.loaded(f"{self.table.driver}/{_DRIVER}")
+            yield self._finding("driver", _DRIVER, process, fault, _DRIVER)
+
+    def _finding(
+        self, subject: str, name: str, process: Process, fault: LoadFault | None, wanted: str
+    ) -> CompatFinding:
+        """Return the finding about `name`, which was loaded, and the library `wanted` in its process."""
+        if fault:
+            return finding("bad", subject, *self._told(fault))
+        path, title = process.loaded(wanted), self._shown(name) if "/" in name else name
+        if not path:
+            return finding("note", subject, f"{title} can be loaded; it does not load {wanted}")
+        verb = "is" if name == wanted else f"loads {wanted}:"
+        return finding("good", subject, f"{title} {verb} {self._shown(path)}")
+
+    def _shown(self, path: str) -> str:
+        """Return a path and whose it is."""
+        if self.of_host(path):
+            return f"the nodes' {path}"
+        inside = path.startswith(f"{self.artifact.root}/")
+        return f"the artifact's {posixpath.relpath(path, self.artifact.root) if inside else path}"
+
+    def _told(self, fault: LoadFault) -> tuple[str, str]:
+        """Return what does not fit, and the change that would make it fit."""
+        mode = "image" if self.table.injected else "inject"
+        other = f'set mode = "{mode}" in [host_stack]'
+        if fault.kind == "absent":
+            text = f"{self._shown(fault.path)} needs {fault.name}" if fault.path else f"there is no {fault.name}"
+            text += ", which no searched folder has for this processor" if fault.path else " in the searched folders"
+            known = [p for p in (*self.host.libraries, *self.host.links) if posixpath.basename(p) == fault.name]
+            if known and self.artifact.isolated and self.table.injected:
+                return text, f'add "{known[0]}" to [host_stack] more'
+            if fault.path and self.of_host(fault.path):
+                return text, f"add the folder of {fault.name} on the nodes to [host_stack] more; or {other}"
+            return text, f"add a package with {fault.name} to the recipe; or {other}"
+        if fault.kind == "symbol":
+            text = f"{self._shown(fault.path)} calls {fault.name}, which no library that it loads defines"
+            return text, f"take builds of one release; or {other}"
+        of, (user, name) = self.find(fault.of), map(posixpath.basename, (fault.path, fault.of))
+        has = _newest(of, fault.name.rpartition("_")[0]) if of else ""
+        text = f"{self._shown(fault.path)} needs {fault.name}, and {self._shown(fault.of)} has "
+        text += f"{has} at most" if has else "no such version"
+        if self.of_host(fault.of) and self.of_host(fault.path):
+            return text, f"name libraries of one release in [host_stack]; or {other}"
+        if self.of_host(fault.of):
+            return text, f"build {user} against the nodes' {name} or an older one; or {other}"
+        if self.of_host(fault.path):
+            return text, f"take an artifact with a newer {name}, such as one on a newer base; or {other}"
+        return text, f"take builds of one release; or {other}"
+
+
+def _newest(library: Library, family: str) -> str:
+    """Return the newest version of `family`, such as GLIBC, that `library` defines; "" for none."""
+    matches = [match for match in map(_VERSION.fullmatch, library.defines) if match and match[1] == family]
+    return max(matches, key=lambda m: [int(part) for part in m[2].split(".")])[0] if matches else ""
