@@ -20,6 +20,7 @@ from lab.jobs import EPOCHS, Jobs
 from lab.slurm import slurm_cluster
 from sdists import commit
 
+from envbuild.base.libraries import inventory
 from envbuild.contract import kinds
 from envbuild.job_inputs import open_artifact
 from envbuild.jobs import containers
@@ -351,6 +352,56 @@ def test_a_container_runtime_is_one_row(
         seen = json.loads((folder / str(number)).read_text())
         assert (seen["prefix"], seen["arguments"]) == ("/opt/env", AWKWARD)
         assert seen["ENVBUILD_ADDRESS"] == jobs.cluster.address(f"n{int(seen['ENVBUILD_NODE']) + 1}")
+
+
+MAPPED = """\
+import ctypes
+ctypes.CDLL("libfabric.so.1")
+with open("/proc/self/maps") as lines:
+    print("loaded", *{line.split()[5] for line in lines if "libfabric" in line})
+"""
+
+
+def test_the_verdict_on_the_nodes_libraries_is_what_the_preflight_finds(jobs: Jobs, squash: dict[str, Any]) -> None:
+    """The libfabric of this host in an image, with and without the libraries that it needs of the host."""
+    here, place = Path(f"/usr/lib/{os.uname().machine}-linux-gnu/libfabric.so.1"), jobs.cluster.shared / "stack"
+    if not here.exists():
+        pytest.skip("not installed: libfabric1")
+    for folder in ("fabric", "needs"):
+        (place / folder).mkdir(parents=True)
+    shutil.copy(here, place / "fabric")
+    links = inventory([str(here)])["links"]
+    for path in links.keys() - {str(here)}:  # an image has its own C library
+        if not re.match(r"(lib(c|m|dl|rt|pthread|z|gcc_s|stdc\+\+)|ld-linux\S*)\.so", os.path.basename(path)):
+            shutil.copy(path, place / "needs")
+    image, script = squash["enroot"]["path"], place / "mapped.py"
+    script.write_text(MAPPED)
+    (jobs.cluster.shared / "logs").mkdir(exist_ok=True)
+    started = {}
+    for name, more in (("whole", f'["{place}/needs"]'), ("bare", "[]")):
+        jobs.write_site(f'[host_stack]\nmode = "inject"\nlibfabric = "{place}/fabric"\nmore = {more}\n')
+        written = ("site", "init", "--from", jobs.site, "--out", jobs.site, "--force")
+        assert jobs.cluster.run([jobs.command(), *written]).returncode == 0
+        checked = jobs.cluster.run([jobs.command(), "check", image, "--site", jobs.site, "--json"], env=jobs.env)
+        verdict = json.loads(checked.stdout)
+        assert checked.returncode == (0 if verdict["verdict"] == "good" else 3)
+        job = place / f"{name}.sbatch"
+        jobs.render(image, "--strategy", "single", "--script", script, "--name", name, "--preflight", "--out", job)
+        started[name] = (verdict, jobs.cluster.sbatch(job))
+    jobs.write_site()
+    for name, (verdict, number) in started.items():
+        ended = jobs.ended(number, name)
+        told = next(finding for finding in verdict["findings"] if finding["subject"] == "libfabric")
+        assert (verdict["verdict"] == "good") == (ended.end.state == "COMPLETED"), (verdict, ended.log)
+        if verdict["verdict"] == "good":
+            path = f"{place}/fabric/libfabric.so.1"
+            assert path in told["text"] and f"loaded {path}" in ended.log, (told, ended.log)
+        else:
+            missing = re.search(r"needs ([^\s,]+)", told["text"])
+            assert missing and re.search(f"cannot load libfabric.so.1: .*{re.escape(missing[1])}", ended.log), ended.log
+        kept = json.loads((ended.run / "host_stack.json").read_text())
+        assert f"{place}/fabric/libfabric.so.1" in kept["libraries"] and kept["folders"] == []
+    assert started["bare"][0]["verdict"] == "bad"
 
 
 @pytest.mark.parametrize("kind", ["venv", "enroot"])
