@@ -26,17 +26,21 @@ from envbuild.base.errors import BuildError, HostError
 from envbuild.base.files import parse_json
 from envbuild.base.masking import redact
 from envbuild.base.progress import log, step
+from envbuild.base.unpack import unpack
 from envbuild.cache.http import RequestFailed
 from envbuild.environment import Environment, uv_hint
 from envbuild.interpreter import HostPython, ask_program, minor_of, read_python
 from envbuild.recipe.model import PYTHONS
 from envbuild.site.pip_config import uv_environment
-from envbuild.store.client import Client, path_of
+from envbuild.store.archives import KIND as SOURCES
+from envbuild.store.archives import write_tar
+from envbuild.store.client import Client, SourceAnswer, from_vault, path_of
 from envbuild.store.store import Store
 
 # Folders of the store: downloaded Pythons, and the environments that use each.
 FOLDER, USERS = "interpreters", "interpreters/.users"
 _VERSION = re.compile(r"\d+\.\d+(\.\d+)?")
+_BUILD = re.compile(r"cpython-(\d+\.\d+\.\d+)-linux-(\w+)-gnu")
 # In the addresses of python-build-standalone's archives, all mirrors have what follows.
 _RELEASES = "/releases/download/"
 _STANDALONE = f"https://github.com/astral-sh/python-build-standalone{_RELEASES}"
@@ -56,13 +60,15 @@ class _NotOffered(HostError):
 class OfferedPython:
     """A Python that this host lacks and that uv can download: its version, uv's name of it, and its address.
 
-    `mirror` is the address that uv gets in place of its own, "" for none.
+    `mirror` is the address that uv gets in place of its own, "" for none. One that the vault at `url` keeps has the
+    sha256 of its archive (hexadecimal) as `kept`; uv is not asked for it.
     """
 
     version: str
     build: str
     url: str
     mirror: str = ""
+    kept: str = ""
 
     @property
     def minor(self) -> str:
@@ -70,6 +76,8 @@ class OfferedPython:
         return minor_of(self.version)
 
     def __str__(self) -> str:
+        if self.kept:
+            return f"Python {self.version}, which the vault keeps ({self.build})"
         return f"Python {self.version}, which uv downloads ({self.build} from {redact(self.url).rpartition('/')[0]})"
 
 
@@ -228,6 +236,8 @@ def _offer(version: str, environment: Environment, offline: bool) -> OfferedPyth
         raise _NotOffered("uv can download a version alone", "name a version (3.11), or the path of a Python")
     if forbidden := _forbidden(environment):
         raise _NotOffered(f"{forbidden} forbids to download one", other)
+    if kept := _kept(version, environment):
+        return kept
     rows = _listed(version, environment)
     if not rows:
         raise _NotOffered("uv offers none for this host", other)
@@ -241,6 +251,44 @@ def _offer(version: str, environment: Environment, offline: bool) -> OfferedPyth
         "for a mirror of python-build-standalone, which may be a folder: file:///PATH), then run this again"
     )
     raise _NotOffered(f"uv cannot download one: {'; '.join(filter(None, reasons))}", hint)
+
+
+def _kept(version: str, environment: Environment) -> OfferedPython | None:
+    """Return the newest Python of this version that the vault has for this host, None without one."""
+    from envbuild.store.remote import kept_inputs  # with the HTTP client, which few hosts need for a Python
+
+    if (vault := environment.store.vault) is None:
+        return None
+    try:
+        found = [match for name in vault.entries("python") if (match := _BUILD.fullmatch(name))]
+        fits = [match for match in found if f"{match[1]}.".startswith(f"{version}.") and match[2] == platform.machine()]
+        for match in sorted(fits, key=lambda match: [*map(int, match[1].split("."))], reverse=True):
+            (file,) = kept_inputs(vault, match[0], "python")[0]
+            return OfferedPython(match[1], match[0], vault.name, kept=file.digest.partition(":")[2])
+    except (BuildError, ValueError) as error:
+        log(f"the vault's Pythons are not used: {error}")
+    return None
+
+
+def pack_python(version: str, environment: Environment) -> tuple[str, Path] | None:
+    """Return uv's name of the Python that this store has for a version, and its archive; None for one of the host."""
+    store = environment.store
+    if (python := find_python(version, environment)) is None or not python.build:
+        return None
+    with store.working("building") as work:
+        write_tar(_home(python, store), archive := work / "python.tar")
+        return python.build, store.adopt(archive, store.file_digest(archive), f"{python.build}.tar", SOURCES)
+
+
+def _from_vault(offered: OfferedPython, home: Path, store: Store) -> HostPython:
+    answers: list[SourceAnswer] = []
+    archive = from_vault({offered.kept}, store, answers, kind=SOURCES, named=lambda _: f"{offered.build}.tar")
+    if archive is None:
+        raise HostError(f"Python {offered.version} is not there: {answers[0]}", "keep it again: envbuild vault push")
+    with atomic.exclusive(home, log), atomic.staged(home) as staged, atomic.writing(home.parent):
+        unpack(archive, staged / "python")
+        atomic.replace(staged / "python", home)
+    return _of_store(home)
 
 
 def _forbidden(environment: Environment) -> str:
@@ -316,23 +364,16 @@ def _download(offered: OfferedPython, environment: Environment) -> HostPython:
     """Download a Python into the store with uv, and return it. Raises HostError, and BuildError for the store."""
     store = environment.store
     folder = store.folder(FOLDER)
+    if offered.kept:
+        return _from_vault(offered, folder / offered.build, store)
     log(f"this host has no Python {offered.minor}: uv downloads {offered.build} from {redact(offered.url)} to {folder}")
     variables = {**environment.uv_environment(), "UV_PYTHON_DOWNLOADS": "manual"}
     if offered.mirror:
         variables["UV_PYTHON_INSTALL_MIRROR"] = offered.mirror
     try:
         with step(f"downloading Python {offered.version}"):
-            command: Sequence[str | Path] = [
-                environment.uv,
-                "python",
-                "install",
-                offered.version,
-                "--install-dir",
-                folder,
-                "--no-bin",
-                "--no-config",
-                "--quiet",
-            ]
+            command: list[str | Path] = [environment.uv, "python", "install", offered.version, "--install-dir", folder]
+            command += ["--no-bin", "--no-config", "--quiet"]
             done = process.run(command, env=variables, check=False)
             for link in folder.glob("cpython-*"):  # to the newest of a minor version, which the next download moves
                 if link.is_symlink():

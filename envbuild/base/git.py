@@ -16,27 +16,10 @@ from envbuild.base import process
 from envbuild.base.errors import UsageError
 
 # Variables that tell git which repository it works in (git rev-parse --local-env-vars), and programs that it may run.
-_DROPPED = frozenset(
-    {
-        "GIT_ALTERNATE_OBJECT_DIRECTORIES",
-        "GIT_COMMON_DIR",
-        "GIT_CONFIG",
-        "GIT_DIR",
-        "GIT_EXTERNAL_DIFF",
-        "GIT_GRAFT_FILE",
-        "GIT_IMPLICIT_WORK_TREE",
-        "GIT_INDEX_FILE",
-        "GIT_INTERNAL_SUPER_PREFIX",
-        "GIT_NAMESPACE",
-        "GIT_NO_REPLACE_OBJECTS",
-        "GIT_OBJECT_DIRECTORY",
-        "GIT_PREFIX",
-        "GIT_REPLACE_REF_BASE",
-        "GIT_SHALLOW_FILE",
-        "GIT_TEMPLATE_DIR",
-        "GIT_WORK_TREE",
-    }
-)
+_DROPPED = ["GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_COMMON_DIR", "GIT_CONFIG", "GIT_DIR", "GIT_EXTERNAL_DIFF"]
+_DROPPED += ["GIT_GRAFT_FILE", "GIT_IMPLICIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_INTERNAL_SUPER_PREFIX"]
+_DROPPED += ["GIT_NAMESPACE", "GIT_NO_REPLACE_OBJECTS", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX"]
+_DROPPED += ["GIT_REPLACE_REF_BASE", "GIT_SHALLOW_FILE", "GIT_TEMPLATE_DIR", "GIT_WORK_TREE"]
 # An empty fsmonitor is none for every git: one before 2.36 would run "false" as a program.
 _SETTINGS = ("core.hooksPath=/dev/null", "core.fsmonitor=", "init.templateDir=", "safe.bareRepository=explicit")
 # Commands that read no file of the work tree by way of a filter.

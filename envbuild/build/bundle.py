@@ -39,6 +39,7 @@ from envbuild.lock.base import base_blobs, has_base
 from envbuild.lock.lifecycle import LockUse
 from envbuild.locks import needed_locks
 from envbuild.plan import Plan
+from envbuild.pythons import pack_python
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 from envbuild.store.archives import KIND as SOURCES
@@ -135,6 +136,24 @@ def plan_files(loaded: LoadedRecipe, locked: LockedPlan, environment: Environmen
     return {**{f"recipes/{key.partition(':')[2]}/{name}": path for name, path in own.items()}, **files}
 
 
+def keep_plan(
+    vault: Vault, loaded: LoadedRecipe, locked: LockedPlan, environment: Environment, *, offline: bool
+) -> tuple[int, int, int]:
+    """Keep the inputs of builds of a plan in `vault`, and the Python that envbuild downloaded for its environments.
+
+    Returns the number of files, their bytes, and those that the vault lacked. Raises BuildError.
+    """
+    plan, store = locked[0], environment.store
+    files = plan_files(loaded, locked, environment, offline=offline)
+    size, sent = keep_inputs(vault, plan.lock_digest, files, store)
+    if plan.artifact == VENV.name and (packed := pack_python(plan.python, environment)):
+        build, archive = packed
+        place = {f"{SOURCES}/{archive.parent.name}/{archive.name}": archive}
+        more = keep_inputs(vault, build, place, store, "python")
+        return len(files) + 1, size + more[0], sent + more[1]
+    return len(files), size, sent
+
+
 def keep_built(loaded: LoadedRecipe, plans: Sequence[LockedPlan], environment: Environment, *, offline: bool) -> None:
     """Keep the inputs of builds of `plans` in a vault whose mode is readwrite, but not in a bundle; log a failure."""
     vault = environment.store.vault
@@ -144,9 +163,8 @@ def keep_built(loaded: LoadedRecipe, plans: Sequence[LockedPlan], environment: E
         return
     try:
         for plan in plans:
-            files = plan_files(loaded, plan, environment, offline=offline)
-            _, sent = keep_inputs(vault, plan[0].lock_digest, files, environment.store)
-            log(f"{vault.name} keeps the {len(files)} files of this build; {human_size(sent)} uploaded")
+            count, _, sent = keep_plan(vault, loaded, plan, environment, offline=offline)
+            log(f"{vault.name} keeps the {count} files of this build; {human_size(sent)} uploaded")
     except (BuildError, UsageError) as error:
         log(f"warning: {vault.name} does not keep the files of this build: {error.message}")
 

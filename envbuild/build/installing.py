@@ -84,24 +84,9 @@ def install_wheels(build: FolderBuild, wheels: Sequence[WheelFile], own: Sequenc
     listed = staged / ".requirements.txt"
     with atomic.writing(staged):
         listed.write_text(pinned((*wheels, *own)))
-    command: list[str | Path] = [
-        environment.uv,
-        "pip",
-        "install",
-        "--no-deps",
-        "--require-hashes",
-        "--no-index",
-        "--offline",
-        "--no-config",
-        "--quiet",
-        "--python",
-        interpreter(staged),
-        "--requirements",
-        listed,
-        "--link-mode",
-        link_mode(environment.store.uv_cache, staged),
-        *options,
-    ]
+    command: list[str | Path] = [environment.uv, "pip", "install", "--no-deps", "--require-hashes", "--no-index"]
+    command += ["--offline", "--no-config", "--quiet", "--python", interpreter(staged), "--requirements", listed]
+    command += ["--link-mode", link_mode(environment.store.uv_cache, staged), *options]
     for source in dict.fromkeys(wheel.path.parent.absolute().as_uri() for wheel in (*wheels, *own)):
         command += ["--find-links", source]  # of a path, uv would split "," and cut off "#"
     with step(f"installing {len(wheels) + len(own)} wheels"):

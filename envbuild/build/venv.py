@@ -37,21 +37,9 @@ def build(folder_build: FolderBuild) -> State:
     plan, environment, staged = folder_build.plan, folder_build.environment, folder_build.staged
     python = provide_python(folder_build.python or plan.python, environment, offline=folder_build.offline)
     # --relocatable: the folder is built beside its final path and moved, so that no script may contain its path.
-    creating = process.start(
-        [
-            environment.uv,
-            "venv",
-            "--relocatable",
-            "--allow-existing",
-            "--no-project",
-            "--no-config",
-            "--quiet",
-            "--python",
-            python.path,
-            staged,
-        ],
-        env=environment.uv_environment(),
-    )
+    line: list[str | Path] = [environment.uv, "venv", "--relocatable", "--allow-existing", "--no-project"]
+    line += ["--no-config", "--quiet", "--python", python.path, staged]
+    creating = process.start(line, env=environment.uv_environment())
     try:
         with atomic.writing(environment.store.root):
             located, own = locate(plan, folder_build.trainer, environment, folder_build.offline)

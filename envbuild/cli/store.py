@@ -30,7 +30,6 @@ from envbuild.store.remote import (
     RemoteCache,
     cache_of,
     counted,
-    keep_inputs,
     kept_inputs,
     named_vault,
     pull_recipe,
@@ -364,7 +363,7 @@ def vault_push_command(recipes: tuple[str, ...], every: bool, target: str | None
       envbuild vault push pt_cpu pt_cu126
       envbuild vault push --all
     """
-    from envbuild.build.bundle import plan_files
+    from envbuild.build.bundle import keep_plan
 
     environment, vault = _vault()
     if every == bool(recipes):
@@ -376,13 +375,12 @@ def vault_push_command(recipes: tuple[str, ...], every: bool, target: str | None
     for loaded, plan in ((loaded, plan) for loaded, plans in work for plan in plans):
         about = {name: getattr(plan[0], name) for name in ("recipe", "target", "artifact", "lock_digest")}
         try:
-            files = plan_files(loaded, plan, environment, offline=False)
+            count, size, sent = keep_plan(vault, loaded, plan, environment, offline=False)
         except BuildError as error:  # the other plans are kept
             faults.append(error)
             continue
-        size, sent = keep_inputs(vault, plan[0].lock_digest, files, environment.store)
-        rows.append({**about, "files": len(files), "bytes": size, "uploaded_bytes": sent})
-        log(f"{plan[0].recipe} {plan[0].target}: {len(files)} files, {human_size(size)}; {human_size(sent)} uploaded")
+        rows.append({**about, "files": count, "bytes": size, "uploaded_bytes": sent})
+        log(f"{plan[0].recipe} {plan[0].target}: {count} files, {human_size(size)}; {human_size(sent)} uploaded")
     if faults:
         raise BuildError(f"not all is kept: {faults[0].message}", faults[0].hint)
     if not rows:

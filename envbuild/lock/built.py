@@ -97,33 +97,13 @@ class UvCompile:
         rows = [f'[[packages]]\nname = "{package.name}"\nversion = "{package.version}"\n' for package in preferred]
         head = 'lock-version = "1.0"\ncreated-by = "envbuild"\n'
         self.pylock.write_text(head + ("\n".join(rows) or "packages = []\n"))
-        command: list[str | Path] = [
-            environment.uv,
-            "pip",
-            "compile",
-            work / "requirements.in",
-            "--config-file",
-            work / "uv.toml",
-            "--constraints",
-            work / "constraints.txt",
-            # No wheel is built, so any interpreter will do; otherwise uv searches the host for one of --python-version.
-            "--python",
-            sys.executable,
-            "--python-version",
-            self.python,
-            "--python-platform",
-            self.platform,
-            "--only-binary",
-            ":all:",
-            "--format",
-            "pylock.toml",
-            "--output-file",
-            self.pylock,
-            "--no-header",
-            "--no-annotate",
-            "--quiet",
-            *(word for name in self.builds for word in ("--no-binary", name)),
-        ]
+        command: list[str | Path] = [environment.uv, "pip", "compile", work / "requirements.in"]
+        command += ["--config-file", work / "uv.toml", "--constraints", work / "constraints.txt"]
+        # No wheel is built, so any interpreter will do; otherwise uv searches the host for one of --python-version.
+        command += ["--python", sys.executable, "--python-version", self.python, "--python-platform", self.platform]
+        command += ["--only-binary", ":all:", "--format", "pylock.toml", "--output-file", self.pylock]
+        command += ["--no-header", "--no-annotate", "--quiet"]
+        command += [word for name in self.builds for word in ("--no-binary", name)]
         if own:
             (work / "pyproject.toml").write_text(bound_project(own, bound))
             command.append(work / "pyproject.toml")

@@ -63,12 +63,13 @@ def git_archive(url: str, commit: str, subdirectory: str, path: Path, work: Path
     top = tree / subdirectory
     if not top.is_dir() or not top.resolve().is_relative_to(tree.resolve()):  # a link of the repository may lead out
         raise RequestFailed(f"{redact(url)} at {commit} has no folder {subdirectory}", answered=True)
-    _write_tar(top, path)
+    write_tar(top, path)
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _write_tar(top: Path, path: Path) -> None:
+def write_tar(top: Path, path: Path) -> None:
+    """Write the files of `top` as an uncompressed tar, with the same bytes on every machine."""
     files = []
     for here, folders, names in os.walk(top):
         links = [name for name in folders if os.path.islink(os.path.join(here, name))]

@@ -37,9 +37,11 @@ KINDS = {
     "conda": ("conda/images/{}.json",),
     "recipe": ("partial/recipe-{}.json",),
 }
-# Further files of an entry, by its kind; HEX is the file's sha256. A lock's are its inputs, and its recipes.
+# Further files of an entry, by its kind; HEX is the file's sha256. A lock's are its inputs, and its recipes. A Python's
+# is its archive.
 _FURTHER = {
     "layer": "blobs/sha256/HEX",
+    "python": "sources/HEX/[^/]+",
     "lock": r"blobs/sha256/HEX|(wheels|conda/archives|sources)/HEX/[^/]+|recipes/[0-9a-f]{64}/.+",
 }
 FILE_TYPE = "application/vnd.envbuild.file.v1"
@@ -56,7 +58,7 @@ def key_of(kind: str, inputs: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """A result in the store: its `kind` in KINDS, or "lock", and the digest of its inputs, or of the lock."""
+    """A result in the store: its `kind` in KINDS, "lock" or "python", and the digest of its inputs, or its name."""
 
     kind: str
     key: str

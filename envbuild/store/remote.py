@@ -424,16 +424,18 @@ def named_vault(host: FetchSettings) -> Vault:
     return vault
 
 
-def keep_inputs(vault: Vault, lock: str, paths: Mapping[str, Path], store: Store) -> tuple[int, int]:
+def keep_inputs(
+    vault: Vault, lock: str, paths: Mapping[str, Path], store: Store, kind: str = "lock"
+) -> tuple[int, int]:
     """Add the inputs of the builds of a lock to the vault; return their bytes, and those that the vault lacked.
 
-    `lock` is its digest, `paths` has the files by their names in store/entry.py. Files that the vault's entry of this
-    lock has stay in it, unless the vault has lost them. Raises BuildError.
+    `lock` is its digest, of another `kind` of entry its key; `paths` has the files by their names in store/entry.py.
+    Files that the vault's entry has stay in it, unless the vault has lost them. Raises BuildError.
     """
-    entry = CacheEntry("lock", lock.partition(":")[2])
+    entry = CacheEntry(kind, lock.removeprefix("sha256:"))
     files, places = _files_of(paths, store)
     with suppress(BuildError):  # an invalid entry is replaced
-        old = [file for file in kept_inputs(vault, lock)[0] if file.name not in paths]
+        old = [file for file in kept_inputs(vault, lock, kind)[0] if file.name not in paths]
         lost = each(
             old, lambda file, stop: file.content is None and vault.lacks(file.digest, file.size, stop), _PARALLEL
         )
@@ -446,12 +448,12 @@ def keep_inputs(vault: Vault, lock: str, paths: Mapping[str, Path], store: Store
         return sum(sizes.values()), vault.publish(canonical(manifest), entry.tag, places, on_progress)
 
 
-def kept_inputs(vault: Vault, lock: str) -> tuple[list[EntryFile], str]:
+def kept_inputs(vault: Vault, lock: str, kind: str = "lock") -> tuple[list[EntryFile], str]:
     """Return the inputs of the builds of a lock that the vault has, [] for none, and the day of their last push.
 
     Raises BuildError, also for an invalid entry, and for one without a signature of the vault's signers, if it has any.
     """
-    entry = CacheEntry("lock", lock.partition(":")[2])
+    entry = CacheEntry(kind, lock.removeprefix("sha256:"))
     if (raw := vault.manifest(entry.tag)) is None:
         return [], ""
     try:

@@ -119,10 +119,14 @@ class Vault:
                     self.quota.content(name, member.file_size)
         return name
 
+    def entries(self, kind: str) -> list[str]:
+        """Return the keys of the entries of a kind (store/entry.py). Raises BuildError."""
+        tags = list(self._layout()) if isinstance(self.source, Blobs) else self.source.tags()
+        return [tag.removeprefix(f"{kind}-") for tag in sorted(tags) if tag.startswith(f"{kind}-")]
+
     def locks(self) -> list[str]:
         """Return the digests of the locks that have an entry. Raises BuildError."""
-        tags = list(self._layout()) if isinstance(self.source, Blobs) else self.source.tags()
-        return [f"sha256:{tag.removeprefix('lock-')}" for tag in sorted(tags) if tag.startswith("lock-")]
+        return [f"sha256:{key}" for key in self.entries("lock")]
 
     def manifest(self, tag: str) -> bytes | None:
         """Return the manifest of an entry, None if the vault does not have it. Raises BuildError."""
@@ -177,7 +181,7 @@ class Vault:
                 self.source.delete(digest_of(raw))
             return
         with self._writing(self.source) as rows:
-            if others := [tag for tag in rows if not tag.startswith("lock-")]:  # they may have the same blobs
+            if others := [tag for tag in rows if not tag.startswith(("lock-", "python-"))]:  # with the same blobs?
                 raise BuildError(f"{self.name} also has {others[0]}, which is no lock", "remove it from the folder")
             gone = [row["digest"] for row in map(rows.pop, tags)]
         for digest in (*gone, *unused):

@@ -82,6 +82,31 @@ def test_the_python_comes_from_a_mirror_and_goes_when_nothing_uses_it(elsewhere:
     assert elsewhere("store", "prune", "--older-than", "0h").returncode == 0 and not python.exists()
 
 
+def test_the_python_is_kept_in_a_vault_and_comes_from_it_without_a_mirror(
+    elsewhere: Command, mirror: PythonMirror
+) -> None:
+    line, vault = ("venv", "small", "--no-verify", "--out"), {"ENVBUILD_VAULT": f"oci:{elsewhere.folder}/vault"}
+    built = elsewhere.json(*line, "v", **mirror.variables, **vault, ENVBUILD_VAULT_MODE="readwrite")
+    index = json.loads((elsewhere.folder / "vault/index.json").read_text())["manifests"]
+    tags = [row["annotations"]["org.opencontainers.image.ref.name"] for row in index]
+    assert sorted(tag.partition("-")[0] for tag in tags) == ["lock", "python"], tags
+    shutil.rmtree(elsewhere.folder / "store")
+    alone = {**vault, "PIP_FIND_LINKS": "", "UV_PYTHON_INSTALL_MIRROR": "https://mirror.invalid"}
+    planned = elsewhere(*line, "w", "--offline", "--dry-run", **alone)
+    assert f"Python {mirror.version}, which the vault keeps" in planned.stderr, planned.stderr
+    done = elsewhere(*line, "w", "--locked", "--offline", "--json", **alone)
+    assert done.returncode == 0 and json.loads(done.stdout)["digest"] == built["digest"], done.stderr
+    run = subprocess.run([elsewhere.folder / "w/bin/python", "-c", "import alpha, ssl; print(alpha)"])
+    assert run.returncode == 0
+    (archive,) = (elsewhere.folder / "store/sources").glob("*/cpython-*")
+    blob = elsewhere.folder / "vault/blobs/sha256" / archive.parent.name
+    blob.unlink()
+    blob.write_bytes(b"another")
+    shutil.rmtree(elsewhere.folder / "store")
+    done = elsewhere(*line, "x", "--locked", "--offline", **alone)
+    assert done.returncode == 6 and "hash mismatch" in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize(
     ("more", "why"), [(("--offline",), "--offline forbids to ask https://"), ((), "cannot download one")]
 )
