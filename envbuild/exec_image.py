@@ -1,6 +1,6 @@
 """`envbuild run` of one program in a .sqsh or .sif file, without a container runtime, root or daemon.
 
-The image is opened as for a verification (verify/runtimes.py): mounted by the kernel, mounted by squashfuse, or
+The image is opened as for a verification (verify/image_runtime.py): mounted by the kernel, mounted by squashfuse, or
 unpacked. Unlike there, no way is tried out first, the namespace is for one program, and nothing is kept in the store,
 which the nodes of a cluster may share.
 """
@@ -21,78 +21,17 @@ from typing import Any, NamedTuple
 from envbuild.base import process
 from envbuild.base.errors import HostError, UsageError
 from envbuild.base.progress import Log
+from envbuild.data import load_table
 from envbuild.environment import Environment
 from envbuild.recipe.targets import CPU, gpu_families
 from envbuild.run_environment import RUN
+from envbuild.runtimes import OWN
 from envbuild.store.store import working_folder
 from envbuild.verify import supervise
 from envbuild.verify.image_file import ImageFile, open_image_file
-from envbuild.verify.runtimes import EXTRACT, OWN, START, WAYS, WayUnavailable, extract, forbidden, names, spec_of
+from envbuild.verify.image_runtime import EXTRACT, START, WAYS, WayUnavailable, extract, forbidden, names, spec_of
 
 RUNTIMES = (OWN, *(f"{OWN}:{way}" for way in WAYS))
-# Variables that a job sets for its programs; of Python's settings, those of data/caller.toml are passed, too. PATH,
-# LD_LIBRARY_PATH and the like are never passed: the host's values name files of the host, and the image sets its own.
-PASSED = (
-    "ENVBUILD_",
-    "SLURM_",
-    "SLURMD_",
-    "PBS_",
-    "FLUX_",
-    "PALS_",
-    "PMI_",
-    "PMIX_",
-    "OMPI_",
-    "MPI_",
-    "HYDRA_",
-    "NCCL_",
-    "OFI_NCCL_",
-    "FI_",
-    "EFA_",
-    "RDMAV_",
-    "UCX_",
-    "GLOO_",
-    "TORCH_",
-    "TORCHELASTIC_",
-    "PET_",
-    "PYTORCH_",
-    "MASTER_",
-    "CUDA_",
-    "CUBLAS_",
-    "NVIDIA_",
-    "ROCR_",
-    "HIP_",
-    "HSA_",
-    "OMP_",
-    "KMP_",
-    "MKL_",
-    "OPENBLAS_",
-    "HOROVOD_",
-)
-PASSED_NAMES = (
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "LOGLEVEL",
-    "TERM",
-    "TZ",
-    "USER",
-    "LOGNAME",
-    "SOURCE_DATE_EPOCH",
-    "http_proxy",
-    "https_proxy",
-    "ftp_proxy",
-    "all_proxy",
-    "no_proxy",
-    "HTTP_PROXY",
-    "HTTPS_PROXY",
-    "FTP_PROXY",
-    "ALL_PROXY",
-    "NO_PROXY",
-)
-# Exceptions: variables about the host's own programs and files.
-_NOT_PASSED = ("ENVBUILD_STORE", "ENVBUILD_SITE", "CUDA_HOME", "CUDA_PATH", "MPI_HOME", "MPI_ROOT")
 
 
 class Bind(NamedTuple):
@@ -123,10 +62,11 @@ def parse_bind(text: str) -> Bind:
 
 def inherited(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the caller's `variables` that programs in the image get without any option."""
+    table = load_table("caller")["image"]
     return {
         name: value
         for name, value in process.of_caller(variables).items()
-        if name not in _NOT_PASSED and (name in PASSED_NAMES or name.startswith((*PASSED, "PYTHON")))
+        if name not in table["kept_out"] and (name in table["names"] or name.startswith((*table["prefixes"], "PYTHON")))
     }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.base.errors import UsageError, VerificationError
-from envbuild.base.files import build_folder, named_path
+from envbuild.base.files import absolute_path, build_folder, named_path
 from envbuild.build.built import check_lock, find_built, unknown
 from envbuild.build.kinds import kind_at, read_artifact
 from envbuild.contract.kinds import ARTIFACTS, DOCKER
@@ -21,7 +21,7 @@ from envbuild.contract.verification import parse_settings
 from envbuild.describe import changed_files
 from envbuild.fabrics import find_fabric
 from envbuild.gpus import chips_named, gpu_faults
-from envbuild.jobs.model import JobArtifact, JobInputs
+from envbuild.jobs.model import LAYOUT, JobArtifact, JobInputs
 from envbuild.recipe.find import search_folders
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import Site
@@ -50,10 +50,10 @@ def open_artifact(
 ) -> JobInputs:
     """Return the artifact that `named` refers to; with `quick`, a receipt of --verify quick is enough.
 
-    `named` is a folder, a .sqsh or .sif file, NAME@sha256:… in a registry, or a recipe, None for the default recipe.
-    For a recipe, `find_built` finds the artifact; with `locked`, it must have the packages of the recipe's current
-    lock. With `exact`, all of its files are read again and compared. `fetch` finds the receipt of an image that was
-    attested elsewhere, in its registry or its file.
+    `named` is a folder, a .sqsh or .sif file, NAME@sha256:… in a registry, oci:FOLDER@sha256:…, or a recipe, None for
+    the default recipe. For a recipe, `find_built` finds the artifact; with `locked`, it must have the packages of the
+    recipe's current lock. With `exact`, all of its files are read again and compared. `fetch` finds the receipt of an
+    image that was attested elsewhere, in its registry or its file.
 
     Raises UsageError without an artifact, VerificationError without a passing receipt, unless `unverified`, and
     LockError.
@@ -174,17 +174,23 @@ def _image(
     known: tuple[Path, dict[str, Any]] | None = None,
     fetch: FetchAttested | None = None,
 ) -> JobInputs:
-    """Return an image in a registry, by its digest.
+    """Return an image in a registry, or in the OCI layout oci:FOLDER, by its digest.
 
     Its receipt is searched in the folders to which builds write it, and, if it is not attested there, by `fetch`.
     """
     from envbuild.image.reference import parse_reference
 
-    reference = parse_reference(named)
-    known = known or _receipt_of(reference.digest, target)
+    name, _, digest = named.partition("@")
+    if name.startswith(LAYOUT):
+        name = repository = f"{LAYOUT}{absolute_path(Path(name.removeprefix(LAYOUT)))}"
+        fetch = None
+    else:
+        reference = parse_reference(named)
+        name, repository, digest = reference.name, reference.repository, str(reference.digest)
+    known = known or _receipt_of(digest, target)
     if fetch is not None:
         here = known is not None and _has_bundle(known[0])
-        attested = None if here else fetch(reference.name, str(reference.digest))
+        attested = None if here else fetch(name, digest)
         known = known if attested is None else (attested, _receipt(receipt_path(attested)))
     place, receipt = known or (Path(), None)
     passed = receipt is not None and receipt["passed"]
@@ -204,9 +210,9 @@ def _image(
     fabric = receipt.get("fabric", "any") if receipt else "any"
     artifact = JobArtifact(
         kind=DOCKER.name,
-        path=f"{reference.name}@{reference.digest}",
-        digest=str(reference.digest),
-        recipe=receipt["recipe"]["name"] if receipt else reference.repository.rpartition("/")[2],
+        path=f"{name}@{digest}",
+        digest=digest,
+        recipe=receipt["recipe"]["name"] if receipt else repository.rpartition("/")[2],
         target=receipt["target"] if receipt else str(target),
         python=f"/{PREFIX}/bin/python",
         fabric=fabric,

@@ -206,12 +206,3 @@ def tail(done: subprocess.CompletedProcess[str]) -> str:
     """
     lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
     return redact("\n".join(f"  {clean(line)}" for line in lines[-TAIL_LINES:]))
-
-
-def torchrun_word(word: str) -> str:
-    """Return `word`, the script's path or one of its arguments, escaped so that the script gets it unchanged.
-
-    torchrun applies string.Template to them (torch/distributed/elastic/utils/api.py): `$$` becomes `$`, and
-    `$local_rank` a number.
-    """
-    return word.replace("$", "$$")

@@ -17,7 +17,7 @@ from envbuild.base.progress import log, transfer
 from envbuild.build.squash_files import composed, write_sqsh
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.contract.state import FIXED_TIME
-from envbuild.debian.defaults import rules_digest
+from envbuild.debian.lock import rules_digest
 from envbuild.environment import Environment
 from envbuild.image.model import GOARCH
 from envbuild.image.squashfs.model import codec_of

@@ -41,7 +41,7 @@ from envbuild.pythons import OfferedPython, choose_python, keep_python, provide_
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, check_host, host_arch
-from envbuild.verify.elf_files import folder_gpu_code
+from envbuild.verify.survey import folder_gpu_code
 
 
 def prepare_folder(

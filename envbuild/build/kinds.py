@@ -66,6 +66,6 @@ def subject_at(path: Path, kind: Artifact, environment: Environment, runtime: st
         if runtime is not None:
             raise UsageError(f"{path} is no .sqsh or .sif file: it has no runtime to choose")
         return folder_subject(path, read_artifact(path).state, folder_module(kind), environment)
-    from envbuild.verify.runtimes import open_file_subject
+    from envbuild.verify.image_runtime import open_file_subject
 
     return open_file_subject(path, environment, runtime)

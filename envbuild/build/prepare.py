@@ -186,7 +186,7 @@ def _image_build_host(
     """Start the builder image with enroot, or else in namespaces, with `work` shared. Raises HostError if both fail."""
     from envbuild.build.builder_image import builder_file
     from envbuild.verify.image_file import open_image_file
-    from envbuild.verify.runtimes import passed, runtime_for
+    from envbuild.verify.image_runtime import passed, runtime_for
 
     assert layers.builder is not None
     path = builder_file(layers.builder, folder, environment, offline=offline)

@@ -295,7 +295,7 @@ def _verified(
     elif build.arch != host_arch():
         why = f"this {host_arch()} host cannot run {build.arch}"
     else:
-        from envbuild.verify.runtimes import file_subject
+        from envbuild.verify.image_runtime import file_subject
 
         settings = state.verify.override(asdict(build.options.asked))
         runtime = build.options.runtime

@@ -63,7 +63,7 @@ _VALUES = {
     "runtime": (
         "NAME",
         None,
-        "Runtime for verification: enroot, apptainer, or own (user namespaces). Default: the best here.",
+        "Runtime for verification: enroot, apptainer, podman, or own (user namespaces). Default: the best here.",
     ),
 }
 

@@ -269,7 +269,7 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
     environment = run_environment()
     verify = not options.no_verify
     if verify:  # before anything is built
-        from envbuild.verify.runtimes import choose
+        from envbuild.verify.image_runtime import choose
 
         for kind in kinds:
             choose(kind, options.runtime, environment.variables)

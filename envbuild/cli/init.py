@@ -15,7 +15,7 @@ from envbuild.base.errors import UsageError
 from envbuild.base.progress import log
 from envbuild.cli.common import PATH, open_own_recipe, run_environment, show, with_options
 from envbuild.contract.kinds import ARTIFACTS
-from envbuild.debian.defaults import suites_by_python
+from envbuild.debian.lock import suites_by_python
 from envbuild.imports.origin import ImportedRecipe, Origin, new_recipe, read_sources, updated_recipe
 from envbuild.imports.statement import Statement, recipe_name
 from envbuild.recipe.find import command_word

@@ -106,6 +106,9 @@ def explained(plan: JobPlan) -> list[tuple[str, str, str]]:
 @_unverified_option
 @with_options("exact", "target")
 @click.option("--out", type=PATH, metavar="FILE", help="Write the job to this file. Default: print it.")
+@click.option(
+    "--export", type=click.Choice(["edf"]), help="Print the container alone: edf, for CSCS's `srun --environment`."
+)
 @click.option("--explain", is_flag=True, help="Show each value and its origin, on standard error below the script.")
 @click.option("--submit", is_flag=True, help="Submit it to the scheduler, and print the job's number.")
 @with_options("json")
@@ -117,6 +120,7 @@ def job_command(
     out: Path | None,
     unverified: bool,
     exact: bool,
+    export: str | None,
     explain: bool,
     submit: bool,
     as_json: bool,
@@ -143,6 +147,7 @@ def job_command(
     from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
     from envbuild.jobs.plan_checks import possible_faults
     from envbuild.jobs.schedulers import render
+    from envbuild.jobs.staging import environment_definition
     from envbuild.jobs.submit import no_scheduler_error
 
     check_out(out)
@@ -176,7 +181,9 @@ def job_command(
     for warning in warnings:
         log(f"warning: {warning}")
     values = explained(plan)
-    text = render(plan)
+    if export and submit:
+        raise UsageError("--export writes a container, and --submit a job", "leave one of them out")
+    text = environment_definition(plan) if export else render(plan)
     hint = "name another file with --out, or another folder with --work"
     path, number = hand_over(plan, text, out, submit=submit, hint=hint)
     about = {
@@ -230,7 +237,7 @@ def preflight_command(
     """
     from envbuild.job_inputs import check_gpus, check_trust, open_artifact
     from envbuild.jobs.plan import plan_job, wanted_kinds
-    from envbuild.jobs.preflight import NAME, alone, find_allocation, run_now
+    from envbuild.jobs.submit import NAME, alone, find_allocation, run_now
 
     where = load_site(os.environ, site)
     allocation = find_allocation([host for host in hosts.split(",") if host], os.environ)

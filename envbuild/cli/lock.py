@@ -27,7 +27,7 @@ from envbuild.cli.common import (
     show,
     with_options,
 )
-from envbuild.debian.defaults import suites_by_python
+from envbuild.debian.lock import suites_by_python
 from envbuild.environment import Environment
 from envbuild.lock.advisories import (
     Exemption,

@@ -31,9 +31,7 @@ class Artifact:
     packages in the recipe's [conda].
 
     For doctor: `sources` are the sources from which a build reads besides the store, `imports` the modules that it
-    imports, and `by_uv` says whether uv installs the wheels; `starters` are the programs that start the artifact, best
-    first. For jobs: `containers` are the values of the site's [container] runtime that start the artifact on nodes,
-    keys of JOB_RUNTIMES in jobs/containers.py.
+    imports, and `by_uv` says whether uv installs the wheels. The runtimes that start it are in envbuild/runtimes.
     """
 
     name: str
@@ -43,8 +41,6 @@ class Artifact:
     imports: tuple[str, ...]
     of_conda: bool = False
     by_uv: bool = True
-    starters: tuple[str, ...] = ()
-    containers: tuple[str, ...] = ()
 
     form: ClassVar[Form]
 
@@ -93,6 +89,11 @@ class FileArtifact(Artifact):
     last_words: int = 0
     form: ClassVar[Form] = "file"
 
+    @property
+    def suffix(self) -> str:
+        """The suffix of its files, such as `.sqsh`."""
+        return Path(self.default_name).suffix
+
 
 @dataclass(frozen=True, slots=True)
 class RegistryArtifact(Artifact):
@@ -134,8 +135,6 @@ ENROOT = FileArtifact(
     default_name="{recipe}.sqsh",
     sources=_IMAGE_SOURCES,
     imports=_FILE_IMPORTS,
-    starters=("enroot",),
-    containers=("pyxis", "enroot", "apptainer"),
 )
 APPTAINER = FileArtifact(
     name="apptainer",
@@ -143,19 +142,12 @@ APPTAINER = FileArtifact(
     default_name="{recipe}.sif",
     sources=_IMAGE_SOURCES,
     imports=_FILE_IMPORTS,
-    starters=("apptainer", "singularity"),
-    containers=("apptainer",),
     format="sif",
     mode=0o755,  # as Apptainer's own are
     joint="_",
     last_words=2,
 )
 ARTIFACTS: Mapping[str, Artifact] = {kind.name: kind for kind in (VENV, CONDA, DOCKER, ENROOT, APPTAINER)}
-
-
-def container_runtimes() -> tuple[str, ...]:
-    """Return the possible values of [container] runtime of a site."""
-    return ("none", *dict.fromkeys(name for kind in ARTIFACTS.values() for name in kind.containers))
 
 
 def kinds_of(*forms: str) -> tuple[str, ...]:

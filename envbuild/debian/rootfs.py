@@ -26,8 +26,7 @@ from typing import BinaryIO, cast
 
 from envbuild.base.errors import BuildError, LockError
 from envbuild.debian.control import parse_control
-from envbuild.debian.defaults import TreeRules, load_rules
-from envbuild.debian.lock import LockedDeb
+from envbuild.debian.lock import LockedDeb, TreeRules, load_rules
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry, Readable, Tree
 from envbuild.image.layer import decompressed
 from envbuild.image.tar import Member, PositionedStream, Slice, tar_items

@@ -8,13 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from envbuild.base.toml import closest
-from envbuild.contract.kinds import container_runtimes
 from envbuild.data.schedulers import LAUNCHERS, SCHEDULER_NAMES, TITLES, listed
 from envbuild.doctor.probe import Host, HostFinding, find, first_line, run_probe
-from envbuild.jobs.containers import JOB_RUNTIMES
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import Queue
 from envbuild.recipe.targets import gpu_families
+from envbuild.runtimes import RUNTIMES, of_sites
 from envbuild.site.jobs import UNLIMITED, KubernetesTable, huge_pages_problem, runtime_conflicts, unlimited
 from envbuild.site.settings import Site
 
@@ -76,18 +75,18 @@ def _scheduler(site: Site) -> Iterator[HostFinding]:
 def _container(site: Site) -> Iterator[HostFinding]:
     kind, launcher = site.scheduler.kind, site.scheduler.launcher
     runtime = site.container.runtime
-    only = JOB_RUNTIMES[runtime].launcher if runtime in JOB_RUNTIMES else ""
+    only = RUNTIMES[runtime].launcher if runtime in RUNTIMES else ""
     if only and only not in LAUNCHERS.get(kind, ()):
         yield _bad("[container] runtime", f"{runtime} is started by {only}", f"{everywhere()} with {kind}")
     if only and launcher not in (None, only):
-        hint = f'launcher = "{only}", or runtime = "{JOB_RUNTIMES[runtime].instead}"'
+        hint = f'launcher = "{only}", or runtime = "{RUNTIMES[runtime].instead}"'
         yield _bad("[container] runtime", f"{runtime} is started by {only}, not by {launcher}", hint)
 
 
 def everywhere() -> str:
     """Return the values of [container] runtime that need no launcher."""
-    none, *names = container_runtimes()
-    return listed(tuple(f'"{name}"' for name in (*names, none) if name == none or not JOB_RUNTIMES[name].launcher))
+    none, *names = of_sites()
+    return listed(tuple(f'"{name}"' for name in (*names, none) if name == none or not RUNTIMES[name].launcher))
 
 
 def _pods(site: Site) -> Iterator[HostFinding]:

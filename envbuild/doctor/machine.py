@@ -171,7 +171,7 @@ def _amd(host: Host) -> HostFinding:
 
 def _libcuda(host: Host) -> str:
     """Return the path of the driver's library, found as verification finds it, or ""."""
-    from envbuild.verify.runtimes import cached, named
+    from envbuild.verify.image_runtime import cached, named
 
     if tool := find("nvidia-container-cli", host.variables):
         code, output = run_probe([tool, "list", "--libraries"], host.variables)
@@ -341,7 +341,7 @@ def _configured(host: Host, why: str) -> HostFinding:
 
 def main() -> None:
     """Write each result to FOLDER/answers (FOLDER is the first argument), one line each, as soon as it is known."""
-    from envbuild.verify.runtimes import EXTRACT, MOUNT, SQUASHFUSE
+    from envbuild.verify.image_runtime import EXTRACT, MOUNT, SQUASHFUSE
 
     folder = Path(sys.argv[1])
     mounts = [(MOUNT, name) for name in COMPRESSORS] if os.geteuid() == 0 else []
@@ -356,7 +356,7 @@ def _attempt(folder: Path, way: str, compressor: str) -> tuple[bool, str, str]:
     """Return (success, reason of a failure, hint) of a launch of a tiny image by the method `way`."""
     from envbuild.contract.kinds import ENROOT
     from envbuild.verify.image_file import ImageFile
-    from envbuild.verify.runtimes import own_runtime
+    from envbuild.verify.image_runtime import own_runtime
 
     image = folder / f"{compressor}.sqsh"
     image.write_bytes(tiny_image(compressor))

@@ -20,6 +20,7 @@ from envbuild.doctor import network as fabric
 from envbuild.doctor.probe import Host, HostFinding, HostProbe, Status
 from envbuild.environment import Environment
 from envbuild.run_environment import load_environment
+from envbuild.runtimes import starting
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.store import Store
@@ -194,8 +195,8 @@ def _run(kind: Artifact, findings: Mapping[str, HostFinding]) -> StepVerdict:
         hint = "push it (--push) and run it where one is, or build enroot or apptainer"
         return StepVerdict("warn", "no: no engine for images", hint)
     how = _launchers(kind, findings)
-    if "pyxis" in kind.containers and _facts(findings, "pyxis").get("there"):
-        how = ["pyxis", *how]
+    plugins = [name for name, runtime in starting(kind.name).items() if runtime.launcher]
+    how = [*(name for name in plugins if _facts(findings, name).get("there")), *how]
     return StepVerdict("ok", f"by {', '.join(how)}{jobs}") if how else _no_launch(kind, findings)
 
 
@@ -208,7 +209,9 @@ def _no_launch(kind: Artifact, findings: Mapping[str, HostFinding]) -> StepVerdi
 
 def _launchers(kind: Artifact, findings: Mapping[str, HostFinding]) -> list[str]:
     """Return the programs that start images of this kind on this host, best first."""
-    how = [name for name in kind.starters if _facts(findings, name).get("works")]
+    hosts = [runtime.host for runtime in starting(kind.name).values() if runtime.host]
+    programs = [name for host in hosts if kind.name in host.kinds for name in host.programs]
+    how = [name for name in programs if _facts(findings, name).get("works")]
     ways = _facts(findings, "own launch").get("ways")
     return [*how, f"envbuild itself ({', '.join(ways)})"] if ways else how
 

@@ -16,7 +16,6 @@ from envbuild.base.errors import EnvbuildError
 from envbuild.base.libraries import inventory
 from envbuild.base.masking import redact
 from envbuild.base.toml import toml_value
-from envbuild.contract.kinds import container_runtimes
 from envbuild.data.schedulers import TITLES, listed
 from envbuild.doctor import batch, machine
 from envbuild.doctor import machine as storage
@@ -28,9 +27,9 @@ from envbuild.doctor.tools import has_module, module_init
 from envbuild.environment import Environment
 from envbuild.fabrics import load_fabrics
 from envbuild.gpus import gpu_of
-from envbuild.jobs.containers import JOB_RUNTIMES
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import HostFacts, Queue
+from envbuild.runtimes import RUNTIMES, of_sites
 from envbuild.site.jobs import value_problem
 from envbuild.site.settings import Site, load_site
 from envbuild.store.remote import cache_of, open_remote
@@ -174,7 +173,7 @@ def _paths(site: Site, host: Host) -> Iterator[HostFinding]:
 
 def _container(site: Site, host: Host) -> Iterator[HostFinding]:
     runtime, here, name = site.container.runtime, on_site(site, host.variables), "[container] runtime"
-    if runtime in JOB_RUNTIMES and JOB_RUNTIMES[runtime].launcher:
+    if runtime in RUNTIMES and RUNTIMES[runtime].launcher:
         has_pyxis = batch.has_pyxis(host.variables)
         if has_pyxis is None:
             yield elsewhere(name, "no srun on this host")
@@ -190,7 +189,7 @@ def _container(site: Site, host: Host) -> Iterator[HostFinding]:
         else:
             text, hint = "srun has no --container-image, so no pyxis", f"runtime = {batch.everywhere()}"
             yield missing(name, text, here, hint)
-    elif runtime in JOB_RUNTIMES:
+    elif runtime in RUNTIMES:
         path = find(runtime, host.variables)
         text = path or f"{runtime} is not on this host; nodes must have it"
         yield HostFinding(name, "ok" if path else "info", text)
@@ -390,7 +389,7 @@ def _paths_text(host: Host) -> Iterator[str]:
 
 
 def _container_text(variables: Mapping[str, str]) -> Iterator[str]:
-    program = next((name for name in container_runtimes() if find(name, variables)), None)
+    program = next((name for name in of_sites() if find(name, variables)), None)
     if batch.has_pyxis(variables):
         yield _said("runtime", "pyxis", "srun has --container-image")
     elif program:

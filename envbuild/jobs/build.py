@@ -7,12 +7,11 @@ from pathlib import PurePosixPath
 
 from envbuild.base.errors import UsageError
 from envbuild.data.schedulers import LAUNCHERS, TITLES, listed
-from envbuild.jobs.containers import work_key
-from envbuild.jobs.model import JobArtifact, JobPlan, JobRequest
+from envbuild.jobs.model import JobArtifact, JobPlan, JobRequest, work_key
 from envbuild.jobs.plan import scheduler_of
-from envbuild.jobs.quote import path_word, word, words
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.script import opening
+from envbuild.runtimes.base import path_word, word, words
 from envbuild.site.settings import Site
 
 _VERIFIED = "# The verification simulates several nodes on this one, and writes its receipt beside the environment."

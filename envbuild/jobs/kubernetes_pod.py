@@ -21,8 +21,8 @@ from typing import Any
 from envbuild.base.errors import UsageError
 from envbuild.fabrics import adapter_of, preflight_devices
 from envbuild.jobs.model import JobPlan
-from envbuild.jobs.quote import word
 from envbuild.recipe.targets import gpu_families
+from envbuild.runtimes.base import word
 from envbuild.site.jobs import (
     huge_pages_problem,
     job_variable_problem,

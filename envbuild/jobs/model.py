@@ -7,26 +7,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from envbuild.base.process import torchrun_word
 from envbuild.contract.kinds import ARTIFACTS, Artifact
 from envbuild.contract.verification import VerifySettings
 from envbuild.data import load_table
 from envbuild.recipe.targets import CPU, Accelerator, accelerator_of
+from envbuild.runtimes import RUNTIMES
+from envbuild.runtimes.base import Runtime, torchrun_word
 from envbuild.site.settings import Site
 
 if TYPE_CHECKING:
     from envbuild.contract.state import BuiltLayer
 
+# The beginning of the names of images in OCI layouts on a file system, as containers-transports(5) has it.
+LAYOUT = "oci:"
 Strategy = Literal["ddp", "accelerate", "deepspeed", "horovod", "single"]
-# The way to start an artifact's program on a node: in the folder of an environment, with pyxis (through srun),
-# enroot, apptainer or `envbuild run` ("own"), or as the container of a pod.
 
 
 @dataclass(frozen=True, slots=True)
 class JobArtifact:
     """The artifact that a job runs.
 
-    `path` is the artifact as nodes find it: a folder, a file, or a reference NAME@sha256:… in a registry. `python` is
+    `path` is the artifact as nodes find it: a folder, a file, NAME@sha256:… in a registry, or oci:FOLDER@…. `python` is
     its interpreter as its own processes see it, `digest` is the digest of its content (or manifest), `manifest` that of
     the manifest of a verified environment's files, and `verified_at` is the time of its receipt, "" without a passing
     one. `chips` are the chips for which a slim artifact has code, () for no limit.
@@ -43,6 +44,12 @@ class JobArtifact:
     verified_at: str = ""
     manifest: str = ""
     chips: tuple[str, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """The path that nodes must see: of the artifact, or of an OCI layout; "" for an image in a registry."""
+        name, at, _ = self.path.partition("@sha256:")
+        return self.path if not at else name.removeprefix(LAYOUT) if name.startswith(LAYOUT) else ""
 
     @property
     def of_kind(self) -> Artifact:
@@ -100,7 +107,7 @@ class JobPlan:
     nodes after `site.modules.init` (and purge). `speed` lets the preflight compare how fast nodes are, and
     `exclude_slow` starts the job again without the slow ones. `stage` is the folder on nodes' disks to which the
     artifact is brought first, "" to read the shared one, and `stage_bytes` the limit of copies there. `runtime` is a
-    key of JOB_RUNTIMES. `envbuild` is the command on nodes, which the runtime `own` and a site with signers need. Times
+    key of RUNTIMES. `envbuild` is the command on nodes, which the runtime `own` and a site with signers need. Times
     are in seconds. `origins` names who set each field (and variables.NAME).
     """
 
@@ -180,27 +187,15 @@ class Launcher:
     signal_note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class JobRuntime:
-    """A way to start an artifact on nodes; a row of JOB_RUNTIMES in jobs/containers.py.
+def runtime_of(plan: JobPlan) -> Runtime:
+    """Return the runtime that starts the plan's artifact on the nodes."""
+    return RUNTIMES[plan.runtime]
 
-    With `host_files`, programs see the files of the node, and nothing is mounted; with `pods`, the cluster pulls the
-    image and starts it. `words` returns the words that start a command in the artifact, quoted for the shell. `start`
-    returns the lines of a node's shell script that start a program in it, where words are not enough. `step_options`
-    returns options of `launcher`, which alone starts the artifact then; under schedulers without it, the runtime
-    `instead` does. `tidies` means that jobs under srun remove containers that ended jobs left. `caches` returns the
-    variables for caches and temporary files on the nodes that the site names.
-    """
 
-    host_files: bool = False
-    pods: bool = False
-    words: Callable[[JobPlan], list[str]] | None = None
-    start: Callable[[JobPlan, str], str] | None = None
-    launcher: str = ""
-    step_options: Callable[[JobPlan], list[str]] | None = None
-    instead: str = ""
-    tidies: bool = False
-    caches: Callable[[Site], dict[str, str]] = lambda site: {}
+def work_key(plan: JobPlan) -> str:
+    """Return the name of the setting that chose the working folder, for error messages."""
+    origin = plan.origins.get("work", "--work")
+    return "the current folder, without --work," if origin == "current folder" else origin
 
 
 @dataclass(frozen=True, slots=True)

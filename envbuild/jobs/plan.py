@@ -10,13 +10,14 @@ from typing import Any
 from envbuild.base.errors import UsageError
 from envbuild.base.files import absolute_path
 from envbuild.base.text import size
-from envbuild.contract.kinds import ARTIFACTS, Artifact, kinds_of
+from envbuild.contract.kinds import Artifact, file_kind, kinds_of
 from envbuild.data.schedulers import LAUNCHERS
 from envbuild.fabrics import fabric_variables, find_fabric, plugin_variable, plugin_variables
-from envbuild.jobs.containers import FOLDER, JOB_RUNTIMES, OWN, POD
-from envbuild.jobs.model import JobArtifact, JobInputs, JobPlan, JobRequest, JobRuntime
+from envbuild.jobs.model import JobArtifact, JobInputs, JobPlan, JobRequest
 from envbuild.jobs.plan_checks import IN_IMAGE, check_exclusion, check_nodes, check_rendezvous, check_strategy
 from envbuild.jobs.schedulers import SCHEDULERS
+from envbuild.runtimes import FOLDER, OWN, POD, RUNTIMES, starting
+from envbuild.runtimes.base import Runtime
 from envbuild.site.jobs import time_problem
 from envbuild.site.settings import Site
 
@@ -41,9 +42,8 @@ def wanted_kinds(scheduler: str, site: Site) -> tuple[str, ...]:
     """Return the kinds of artifacts that a job of a recipe may use, best first."""
     if SCHEDULERS[scheduler].pods:
         return kinds_of("registry")
-    runtime = site.container.runtime
-    files = [(kind.containers.index(runtime), name) for name, kind in ARTIFACTS.items() if runtime in kind.containers]
-    return (*(name for _, name in sorted(files)), *kinds_of("folder"))
+    runtime = RUNTIMES.get(site.container.runtime)
+    return (*(runtime.kinds if runtime else ()), *kinds_of("folder"))
 
 
 def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
@@ -58,7 +58,7 @@ def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
         "artifact": f"receipt of {artifact.verified_at}" if artifact.verified_at else "--unverified",
     }
     runtime_name = _runtime(artifact.of_kind, scheduler, site)
-    runtime = JOB_RUNTIMES[runtime_name]
+    runtime = RUNTIMES[runtime_name]
     by_kind = runtime.host_files or runtime.pods
     origins["runtime"] = f"{artifact.kind} artifact" if by_kind else site.origin("container", "runtime")
     single = request.strategy == "single"
@@ -140,9 +140,9 @@ def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
     )
 
 
-def _stage(artifact: JobArtifact, runtime: JobRuntime, nodes: int, site: Site) -> tuple[str, str]:
+def _stage(artifact: JobArtifact, runtime: Runtime, nodes: int, site: Site) -> tuple[str, str]:
     """Return the folder on nodes' disks to which the artifact is brought, and who chose it; "" for the shared one."""
-    if runtime.pods:
+    if artifact.of_kind.form == "registry":
         return "", "nodes pull images"
     if runtime.host_files and not artifact.manifest:
         return "", "no receipt tells the files of the environment"
@@ -172,25 +172,28 @@ def _claimed(scheduler: str, site: Site) -> str | None:
 
 def _runtime(kind: Artifact, scheduler: str, site: Site) -> str:
     """Return the runtime that starts an artifact of `kind` on the nodes. Raises UsageError when there is none."""
-    if (kind.form == "registry") != SCHEDULERS[scheduler].pods:
-        if kind.form == "registry":
-            raise UsageError(
-                f"{scheduler} does not run images from a registry",
-                "give a .sqsh (`envbuild enroot`) or a .sif (`envbuild apptainer`)",
-            )
+    runtime, pods = site.container.runtime, SCHEDULERS[scheduler].pods
+    on_nodes = runtime in starting(kind.name)
+    if kind.form == "registry" and not pods and not on_nodes:
+        able = " or ".join(f'"{name}"' for name in starting(kind.name))
+        raise UsageError(
+            f"{scheduler} does not run images from a registry",
+            f"give {' or '.join(f'a {file_kind(name).suffix} (`envbuild {name}`)' for name in kinds_of('file'))}, "
+            f"or set [container] runtime = {able} if the nodes have it",
+        )
+    if kind.form != "registry" and pods:
         raise UsageError(
             "Kubernetes runs images from a registry",
             "push one (`envbuild docker RECIPE --tag REGISTRY/NAME:TAG --push`) and give the recipe or NAME@sha256:…",
         )
-    if kind.form == "registry":
+    if pods:
         return POD
     if kind.form == "folder":
         return FOLDER
-    runtime = site.container.runtime
-    if runtime not in kind.containers:
+    if not on_nodes:
         return OWN
-    launcher = JOB_RUNTIMES[runtime].launcher
-    return JOB_RUNTIMES[runtime].instead if launcher and launcher not in LAUNCHERS[scheduler] else runtime
+    launcher = RUNTIMES[runtime].launcher
+    return RUNTIMES[runtime].instead if launcher and launcher not in LAUNCHERS[scheduler] else runtime
 
 
 def _ranks(request: JobRequest, opened: JobInputs, site: Site) -> tuple[int, str]:
@@ -282,7 +285,7 @@ def command_of(
 
 
 def job_env(
-    opened: JobInputs, site: Site, runtime: JobRuntime, nproc: int, cpus: int, origins: dict[str, str]
+    opened: JobInputs, site: Site, runtime: Runtime, nproc: int, cpus: int, origins: dict[str, str]
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """Return the variables of every process, in order, and the folders to prepend to LD_LIBRARY_PATH.
 
@@ -323,7 +326,7 @@ def job_env(
     own = artifact.of_kind.job_variables(artifact.path)
     take(own, f"the {artifact.kind} environment")
     # The site's paths may not exist in a container, so programs in containers do not get them.
-    caches = {name: value for name, value in runtime.caches(site).items() if value}
+    caches = {name: value for name, value in runtime.caches(site.paths.cache, site.paths.scratch).items() if value}
     take(caches, "")
     for name in caches:
         key = "scratch" if name.endswith("TMPDIR") else "cache"
@@ -342,7 +345,7 @@ def _limit(site: Site) -> int:
     return max(1, int(amount[1]) // (1000 if amount[3] else 1))
 
 
-def container_mounts(script: str | None, runtime: JobRuntime, work: str, site: Site) -> tuple[tuple[str, str], ...]:
+def container_mounts(script: str | None, runtime: Runtime, work: str, site: Site) -> tuple[tuple[str, str], ...]:
     """Return (host, container) folders that a container sees: the site's, the working folder and the script's."""
     if runtime.host_files or runtime.pods:
         return ()

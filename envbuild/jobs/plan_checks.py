@@ -96,7 +96,7 @@ def check_nodes(artifact: JobArtifact, script: str, scheduler: str, site: Site) 
         )
     if SCHEDULERS[scheduler].pods or not site.paths.shared:
         return
-    for path in filter(None, (artifact.path, script)):
+    for path in filter(None, (artifact.place, script)):
         if own := _own_of_a_node(path, site):
             raise UsageError(
                 f"nodes do not see {path}: each has its own {own}",
@@ -124,7 +124,7 @@ def possible_faults(plan: JobPlan, host: str) -> Iterator[str]:
     script = plan.command[0] if plan.origins.get("command") == "--script" else ""
     if script and not Path(script).is_file():
         yield f"there is no {script} on this host: the job fails where nodes do not see it"
-    for path in filter(None, (artifact.path, script)):
+    for path in filter(None, (artifact.place, script)):
         if any(_below(path, folder) for folder in _seen(site)):
             continue
         if site.paths.shared:

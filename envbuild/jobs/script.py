@@ -20,19 +20,17 @@ import envbuild
 from envbuild.base.errors import UsageError
 from envbuild.data.schedulers import LAUNCHERS
 from envbuild.fabrics import preflight_devices
-from envbuild.jobs.containers import (
-    TIDY,
+from envbuild.jobs.model import JobPlan, Launcher, runtime_of, work_key
+from envbuild.jobs.staging import (
+    container_of,
     container_words,
     interpreter_word,
-    runtime_of,
     shared_unless_staged,
     stage_lines,
     staged_image,
     tidies,
-    work_key,
 )
-from envbuild.jobs.model import JobPlan, Launcher
-from envbuild.jobs.quote import fill, heredoc, inside, path_word, word
+from envbuild.runtimes.base import fill, heredoc, inside, path_word, word
 
 _WIDTH = 110
 # Time for nodes to read a whole environment, in seconds.
@@ -194,7 +192,7 @@ def node_program(plan: JobPlan, launcher: Launcher) -> str:
     modules = "" if launcher.carries_environment or not plan.modules else f"{module_lines(plan)}\n"
     program = _program(plan)
     if lines_of := runtime_of(plan).start:
-        start = lines_of(plan, program)
+        start = lines_of(container_of(plan), program)
     else:
         words = " \\\n    ".join([*container_words(plan), program])
         start = f'exec {words} "$@"\n'
@@ -428,7 +426,7 @@ def _programs(plan: JobPlan, launcher: Launcher) -> str:
     if runs_shell(plan, launcher):
         files.append(heredoc('cat >"$ENVBUILD_RUN/node-$restarts.sh"', node_program(plan, launcher), "NODE"))
     if tidies(plan):
-        files.append(heredoc('cat >"$ENVBUILD_RUN/tidy-$restarts.sh"', TIDY, "TIDY"))
+        files.append(heredoc('cat >"$ENVBUILD_RUN/tidy-$restarts.sh"', runtime_of(plan).tidy, "TIDY"))
     return "\n".join(
         [
             "# Settings for ddp_train.launch, the program in the artifact that starts the training on each node.",

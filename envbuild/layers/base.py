@@ -69,7 +69,7 @@ def _debian(
     cache: LayerCache[M],
     offline: bool,
 ) -> BaseImage[M]:
-    from envbuild.debian.defaults import rules_digest
+    from envbuild.debian.lock import rules_digest
 
     interpreter = f"python{plan.python}"
     if plan.conda:

@@ -25,7 +25,6 @@ from envbuild.base.atomic import file_lock, names_staging, remove_tree, replacin
 from envbuild.base.errors import BuildError
 from envbuild.base.host import workers
 from envbuild.base.progress import Log, reuse
-from envbuild.base.unpack import unpack
 from envbuild.environment import Environment
 from envbuild.image.limits import ImageLimits, Quota
 from envbuild.jobcheck.diagnose.engine import explain
@@ -34,7 +33,7 @@ from envbuild.layers.source_job import BuildHost, BuildPython, SourceBuild, Step
 from envbuild.layers.source_steps import make_layer, unpack_cuda, unpack_tools
 from envbuild.layers.wheels import fetch_wheels
 from envbuild.recipe.sources import SourceLayer
-from envbuild.store.archives import WantedArchive, locate_archive
+from envbuild.store.archives import WantedArchive, locate_archive, unpack
 from envbuild.store.entry import CacheEntry, fetched
 from envbuild.store.store import Store
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from envbuild.base.elf import is_elf
 from envbuild.base.errors import BuildError
 from envbuild.base.packages import record_row
-from envbuild.base.unpack import unpack, unzip
 from envbuild.layers.source_files import relocate
 from envbuild.layers.source_job import PREFIX, TOOLS, BuildHost, BuildPython, SourceBuild
 from envbuild.layers.wheel import INSTALLER, entry_point_scripts, render_record
+from envbuild.store.archives import unpack, unzip
 
 _DATA = {"purelib": "", "platlib": "", "scripts": "bin", "data": ".", "headers": "include"}
 _LICENCES = ("COPYING*", "LICENSE*", "LICENCE*", "NOTICE*")

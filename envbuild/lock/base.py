@@ -17,8 +17,14 @@ from envbuild.base.packages import json_digest
 from envbuild.base.progress import Log, log, transfer
 from envbuild.base.workers import each
 from envbuild.debian.base import fetch_debs, resolve_base, signed_lists
-from envbuild.debian.defaults import default_packages, default_without, newest_suite, suites_by_python
-from envbuild.debian.lock import DEBIAN_ARCH, DebianLock
+from envbuild.debian.lock import (
+    DEBIAN_ARCH,
+    DebianLock,
+    default_packages,
+    default_without,
+    newest_suite,
+    suites_by_python,
+)
 from envbuild.debian.release import DebianSuite, archives, debian_client
 from envbuild.environment import Environment
 from envbuild.image.archive import read_archive, read_daemon

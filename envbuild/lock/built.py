@@ -24,7 +24,6 @@ from envbuild.base import process
 from envbuild.base.errors import BuildError, EnvbuildError, LockError
 from envbuild.base.text import normalise
 from envbuild.base.toml import toml_key, toml_pairs
-from envbuild.base.unpack import unpack
 from envbuild.cache.http import RequestFailed
 from envbuild.environment import Environment
 from envbuild.lock.format import BuiltPackage, Lock, wheel_files
@@ -35,7 +34,7 @@ from envbuild.recipe.model import PYTHONS, BuildTable
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
 from envbuild.site.pip_config import bound_project
-from envbuild.store.archives import WantedArchive, adopt_commit, locate_archive
+from envbuild.store.archives import WantedArchive, adopt_commit, locate_archive, unpack
 from envbuild.store.fetch import WantedWheel, locate_wheels
 
 _NAME = r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^]]*\])?"

@@ -16,7 +16,6 @@ from typing import Literal
 from envbuild.base.masking import looks_secret, redact, sounds_secret
 from envbuild.base.text import SIZES
 from envbuild.base.toml import form, key
-from envbuild.contract.kinds import container_runtimes
 from envbuild.data.schedulers import LAUNCHER_NAMES, LAUNCHERS, SCHEDULER_NAMES, TITLES
 from envbuild.gpus import GPU_PATTERN, gpu_problem
 
@@ -326,11 +325,17 @@ class StageTable:
     python: str = key("python3", "Python 3.6 or later of the nodes.", pattern=r"^\S+$", example="/usr/bin/python3.11")
 
 
+def _runtimes() -> tuple[str, ...]:
+    from envbuild.runtimes import of_sites  # when a site names one: every command reads its site at its start
+
+    return of_sites()
+
+
 @dataclass(frozen=True, slots=True)
 class ContainerTable:
     """`[container]`: the container runtime of the nodes."""
 
-    runtime: str = key("none", "What the nodes have.", choices=container_runtimes, example="pyxis")
+    runtime: str = key("none", "What the nodes have.", choices=_runtimes, example="pyxis")
     mounts: tuple[str, ...] = key(
         (), "What containers see of the host: /PATH, or /HOST:/CONTAINER.", check=mount_problem, example=["/fsx:/fsx"]
     )

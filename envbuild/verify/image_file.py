@@ -13,7 +13,7 @@ from envbuild.base.errors import UsageError
 from envbuild.base.files import MISSING
 from envbuild.base.packages import digest_of
 from envbuild.contract.image_manifest import FILE_NAME
-from envbuild.contract.kinds import ARTIFACTS, FileArtifact, file_kind
+from envbuild.contract.kinds import ARTIFACTS, FileArtifact, file_kind, kinds_of
 from envbuild.contract.state import FILE, PREFIX, State, parse_state
 from envbuild.image.sif import is_sif, read_sif
 from envbuild.image.squashfs.model import NAMES
@@ -121,7 +121,7 @@ def image_state(image: ImageFile) -> State:
         if handle is None:
             raise UsageError(
                 f"{where} is not an artifact of envbuild: it has no /{PREFIX}/{FILE}",
-                "give a .sqsh or .sif file that `envbuild enroot` or `envbuild apptainer` made",
+                f"give a file that {' or '.join(f'`envbuild {name}`' for name in kinds_of('file'))} made",
             )
         text = tree.content(handle, _MOST_STATE)
     return parse_state(text, f"{where}: /{PREFIX}/{FILE}")

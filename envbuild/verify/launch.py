@@ -22,13 +22,13 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from envbuild.base.files import parse_json
-from envbuild.base.process import torchrun_word
 from envbuild.base.progress import Log, step
 from envbuild.contract.verification import VerifySettings
 from envbuild.fabrics import Fabric, fabric_variables, find_fabric, plugin_variables
 from envbuild.jobcheck.diagnose.nccl_log import parse_nccl_log
 from envbuild.layers.trainer import load_trainer
 from envbuild.recipe.targets import Accelerator
+from envbuild.runtimes.base import torchrun_word
 from envbuild.site.tables import FabricTable
 from envbuild.verify.model import Agent, Nodes, Subject
 from envbuild.verify.probes import Request

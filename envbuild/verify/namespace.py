@@ -6,7 +6,7 @@ keeper and becomes a program of the image. `run FD` makes a namespace for a sing
 
 Mounts need no external tool, except squashfuse if the kernel refuses the squashfs. Needs only the standard library.
 Sources: mount(2), mount_namespaces(7), user_namespaces(7), pivot_root(2), setns(2), prctl(2), proc(5), loop(4),
-linux/loop.h, squashfuse(1); doc/image-format.md of enroot.
+linux/loop.h, squashfuse(1); build/runtime_files.py (an image's variables).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ WORK = "/envbuild-verify"
 DRIVER = "/run/envbuild-driver"
 _HOSTS = ("hosts", "resolv.conf")
 _PATH = "/opt/env/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-# Apptainer's copy of an OCI image's variables; variables that are already set take precedence over them.
+# A SIF's copy of an OCI image's variables; variables that are already set take precedence over them.
 _OCI_VARIABLES = "/.singularity.d/env/10-docker2singularity.sh"
 # A line of etc/rc before the one that starts the image's program: a comment or a variable.
 _RC_LINE = re.compile(
@@ -421,10 +421,10 @@ def _become(image_format: str, program: str, arguments: tuple[str, ...], variabl
 
 
 def image_variables(etc: str = "/etc") -> dict[str, str]:
-    """Return the variables of an enroot image, always with PATH.
+    """Return the variables of a .sqsh, always with PATH.
 
-    `etc`/environment has one NAME=VALUE per line; enroot removes one pair of quotes around a value. Values that
-    enroot would change there are in `etc`/rc instead (build/runtime_files.py).
+    `etc`/environment has one NAME=VALUE per line; one pair of quotes around a value is removed. Values that this would
+    change are in `etc`/rc instead (build/runtime_files.py).
     """
     variables = {"PATH": _PATH}
     for line in _text(f"{etc}/environment").split("\n"):

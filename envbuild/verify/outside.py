@@ -33,7 +33,7 @@ from envbuild.recipe.targets import VERSION_FILE, Target
 from envbuild.verify.model import out_of_time
 from envbuild.verify.survey import Survey, survey
 
-VARIABLES = ("etc/environment", ".singularity.d/env/10-docker2singularity.sh")  # enroot's and Apptainer's
+VARIABLES = ("etc/environment", ".singularity.d/env/10-docker2singularity.sh")  # of a .sqsh and a .sif
 # The files that say what is installed: their content is kept. Larger ones are not what their names say.
 _TEXTS = re.compile(
     rf"{re.escape(PREFIX)}/(?:(?:.*/)?(?:[^/]+\.dist-info/(?:RECORD|{re.escape(SLIM_FILE)})"

@@ -22,12 +22,11 @@ from envbuild.gpus import UNREADABLE, Containers, all_chips, gpu_faults, is_judg
 from envbuild.image.limits import ImageLimits
 from envbuild.layers.trainer import NAME, load_trainer
 from envbuild.recipe.targets import Target, accelerator_fault, builds_title, survey_builds
-from envbuild.verify.elf_files import folder_gpu_code, scan_elf
 from envbuild.verify.image_file import open_image_file
 from envbuild.verify.launch import run_program
 from envbuild.verify.model import Check, Nodes, Subject, judge, listed, not_tried
 from envbuild.verify.outside import read_squashfs
-from envbuild.verify.survey import Survey, configured_folders
+from envbuild.verify.survey import Survey, configured_folders, folder_gpu_code, scan_elf
 
 _WRONG_FILES = ("altered", "missing", "unowned")
 _KEPT_TEXT = 2000

@@ -238,16 +238,17 @@ def slurm_cluster(
     second_network: bool = False,
     share: Sequence[Path] = (),
     plugins: str = "",
+    users: Sequence[str] = (),
 ) -> Iterator[Cluster]:
     """Start a cluster with its files in `folder` (made when missing) and wait until its nodes are idle.
 
     `pbs`: with Slurm's PBS layer. `second_network`: the nodes have eth1, in another subnet. `share`: folders in /tmp
-    that the nodes see besides `folder`. `plugins`: lines of plugstack.conf, for SPANK. Raises RuntimeError or
-    TimeoutError with the end of a log.
+    that the nodes see besides `folder`. `plugins`: lines of plugstack.conf, for SPANK. `users`: accounts beside root,
+    who may start rootless containers. Raises RuntimeError or TimeoutError with the end of a log.
     """
     folder = folder.resolve()
     addresses = _addresses(nodes)
-    write_files(folder, addresses, cpus=cpus, pbs=pbs, path=PATH, share=share, plugins=plugins)
+    write_files(folder, addresses, cpus=cpus, pbs=pbs, path=PATH, share=share, plugins=plugins, users=users)
     log = folder / "log/ctl"
     with log.open("ab") as output:
         process = subprocess.Popen(

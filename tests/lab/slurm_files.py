@@ -15,6 +15,7 @@ from lab.pbs import PLUGIN, write_pbs
 SCRIPT = Path(__file__).parent / "slurm_node.sh"
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONTROL = "10.89.7.1"
+FIRST_USER = 60001
 
 # The cluster's folder is /run/lab on every host, whatever its path outside is.
 _SLURM = """\
@@ -74,8 +75,12 @@ def write_files(
     path: str,
     share: Sequence[Path],
     plugins: str = "",
+    users: Sequence[str] = (),
 ) -> None:
-    """Write all that the hosts of a cluster with nodes of `addresses` read; `plugins` are lines of plugstack.conf."""
+    """Write all that the hosts of a cluster with nodes of `addresses` read; `plugins` are lines of plugstack.conf.
+
+    `users` get accounts from FIRST_USER on, with subordinate IDs.
+    """
     shutil.rmtree(folder / "state", ignore_errors=True)  # another cluster's jobs
     for name in ("hosts", "log", "modules", "shared", "slurm", "ssh", "state"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -94,6 +99,10 @@ def write_files(
         configuration += write_pbs(folder / "slurm")
     (folder / "slurm/slurm.conf").write_text(configuration)
     _write_keys(folder / "ssh", path)
+    if users:
+        _write_users(folder / "users", users)
+        # slurmd would take the nodes' unified cgroups for its own.
+        (folder / "slurm/cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     old = Path("/etc/lmod/modulespath")
     system = old.read_text() if old.exists() else ""
     (folder / "modulespath").write_text(f"{folder / 'modules'}\n{system}")
@@ -124,6 +133,17 @@ def _write_keys(folder: Path, path: str) -> None:
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "lab", "-f", folder / name], check=True)
     (folder / "sshd_config").write_text(_SSHD.format(path=path))
     (folder / "ssh_config").write_text(_SSH)
+
+
+def _write_users(folder: Path, users: Sequence[str]) -> None:
+    folder.mkdir()
+    numbered = list(enumerate(users, start=FIRST_USER))
+    ids = "".join(f"{name}:{number << 16}:65536\n" for number, name in enumerate(users, start=10))
+    accounts = "".join(f"{name}:x:{number}:{number}::/tmp:/bin/bash\n" for number, name in numbered)
+    groups = "".join(f"{name}:x:{number}:\n" for number, name in numbered)
+    rows = {"passwd": Path("/etc/passwd").read_text() + accounts, "group": Path("/etc/group").read_text() + groups}
+    for file, text in {**rows, "subuid": ids, "subgid": ids}.items():
+        (folder / file).write_text(text)
 
 
 def _below_tmp(paths: Sequence[Path]) -> list[str]:

@@ -14,6 +14,9 @@ files() { # of this host, over those of the machine
     mount --bind /run/lab/ssh /etc/ssh
     # A root account that is locked may not log in, with a key neither.
     mount --bind /run/lab/shadow /etc/shadow
+    for file in passwd group subuid subgid; do
+        [ ! -e "/run/lab/users/$file" ] || mount --bind "/run/lab/users/$file" "/etc/$file"
+    done
     [ ! -e /etc/lmod/modulespath ] || mount --bind /run/lab/modulespath /etc/lmod/modulespath
     # The machine's user may start programs at each login; one that a test killed may let all later ones wait.
     for file in .bashrc .bash_profile .bash_login .profile; do
@@ -73,6 +76,14 @@ node() { # as start
     if [ -d /sys/fs/cgroup ]; then mount --rbind /sys/fs/cgroup cgroup; fi
     mount -t sysfs sysfs /sys
     if [ -d /sys/fs/cgroup ]; then mount --rbind cgroup /sys/fs/cgroup; fi
+    if [ -d /run/lab/users ]; then
+        # What rootless containers need, and this machine may lack: unified cgroups, message queues, FUSE for all users.
+        mount -t cgroup2 cgroup2 /sys/fs/cgroup
+        mkdir -p /dev/mqueue
+        mount -t mqueue mqueue /dev/mqueue
+        mknod -m 666 /run/node/fuse c 10 229
+        mount --bind /run/node/fuse /dev/fuse
+    fi
     mount -t tmpfs -o mode=1777 shm /dev/shm
     mount --rbind tmp /tmp
     mount --rbind /run/node /run

@@ -18,8 +18,7 @@ import pytest
 
 from envbuild.debian.base import fetch_debs, resolve_base
 from envbuild.debian.control import compare_versions
-from envbuild.debian.defaults import default_packages, default_without, load_rules
-from envbuild.debian.lock import DEBIAN_ARCH, DebianLock, from_table
+from envbuild.debian.lock import DEBIAN_ARCH, DebianLock, default_packages, default_without, from_table, load_rules
 from envbuild.debian.release import archives, debian_client, host_archives
 from envbuild.debian.rootfs import debian_tree, merged
 from envbuild.site.pip_config import load_pip_config

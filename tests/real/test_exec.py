@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from envbuild.verify.runtimes import WAYS
+from envbuild.verify.image_runtime import WAYS
 
 from .conftest import REPOSITORY
 from .test_runtimes import NOBODY, PATH, images, place, pytestmark, tree, wait_for

@@ -11,16 +11,15 @@ import os
 import shutil
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import pytest
 
+from envbuild import runtimes
 from envbuild.base import host
 from envbuild.base.progress import OnProgress
 from envbuild.build import squash_files
@@ -36,11 +35,8 @@ from envbuild.contract.manifest import seal, write_manifest
 from envbuild.contract.receipt import passing_receipt
 from envbuild.contract.state import FILE, State, has_packages, site_packages
 from envbuild.contract.verification import Thoroughness
-from envbuild.environment import Environment
 from envbuild.image.layout import file_digest
 from envbuild.image.squashfs.model import codec_of
-from envbuild.image.squashfs.read import SquashfsImage
-from envbuild.image.squashfs.unpack import unpack
 from envbuild.job_inputs import open_artifact
 from envbuild.jobs.model import JobRequest
 from envbuild.jobs.plan import plan_job, wanted_kinds
@@ -51,11 +47,9 @@ from envbuild.pythons import provide_python
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.run_environment import load_environment
+from envbuild.runtimes.base import HostProgram, HostStart, Runtime, Way
 from envbuild.site.settings import load_site
-from envbuild.verify import image_file, runtimes
-from envbuild.verify.host import Launch
-from envbuild.verify.image_file import ImageFile
-from envbuild.verify.runtimes import ImageRuntime, Runtime
+from envbuild.verify import image_file
 
 from .conftest import Command, own_copy
 
@@ -159,25 +153,23 @@ def test_a_kind_of_artifact_trains_and_is_judged(
 
 
 # ---- a kind of image files, its format, and the program that starts it
-IMAGE = FileArtifact(
-    "toy", "Build a toy.", "{recipe}.toy", (), (), starters=("toyrun",), containers=("apptainer",), format="paged"
-)
+IMAGE = FileArtifact("toy", "Build a toy.", "{recipe}.toy", (), (), format="paged")
 PAGE = b"PAGED".ljust(4096, b"\0")
-# toyrun ROOT WORK PROGRAM ARGUMENT…: a program in a root file system, which sees the work folder of the host.
+# toyrun ROOT FOLDER PLACE PROGRAM ARGUMENT…: a program in a root file system, which sees a folder of the host in PLACE.
 TOYRUN = """#!/bin/sh
 set -e
+if [ "$1" = --version ]; then exec echo toyrun version 1; fi
 if [ "$1" != --inside ]; then exec unshare --mount --propagation private "$0" --inside "$@"; fi
-root=$2 work=$3
-shift 3
-mkdir -p "$root/work"
-mount --bind "$work" "$root/work"
+root=$2 folder=$3 place=$4
+shift 4
+mkdir -p "$root$place"
+mount --bind "$folder" "$root$place"
 touch "$root/etc/hosts"
 mount --bind /etc/hosts "$root/etc/hosts"
 mount -t proc proc "$root/proc"
 mount --rbind /dev "$root/dev"
-cd "$root/work"
 PATH=$PATH:/usr/sbin
-exec chroot "$root" /usr/bin/env PATH=/opt/env/bin:/usr/bin:/bin /bin/sh -c 'cd /work && exec "$@"' sh "$@"
+exec chroot "$root" /usr/bin/env PATH=/opt/env/bin:/usr/bin:/bin /bin/sh -c 'cd "$0" && exec "$@"' "$place" "$@"
 """
 
 
@@ -195,15 +187,9 @@ def write_paged(
     return len(PAGE), file_digest(place)
 
 
-def start(image: ImageFile, program: Path, host: dict[str, str], environment: Environment) -> Runtime:
-    @contextmanager
-    def opened(work: Path) -> Iterator[Launch]:
-        with TemporaryDirectory() as folder, image.path.open("rb") as stream:
-            unpack(SquashfsImage(stream, image.offset, str(image.path)), root := Path(folder, "root"))
-            before = [str(program), str(root), str(work)]
-            yield lambda name, arguments, extra: ([*before, name, *arguments], {**host, **extra})
-
-    return Runtime("toyrun 1", opened, "/work")
+def toyrun(started: HostProgram) -> tuple[list[str], dict[str, str]]:
+    line = [str(started.runtime), started.image, started.folder, started.inside, *started.command]
+    return line, dict(started.variables)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the toy runtime mounts and changes its root folder, as root may")
@@ -215,9 +201,10 @@ def test_a_kind_of_image_file_is_written_started_and_judged(
     paged = image_file.ImageFormat("paged", lambda head: head.startswith(b"PAGED"), lambda _, __: len(PAGE))
     monkeypatch.setitem(image_file.FORMATS, "paged", paged)
     monkeypatch.setitem(squash_files.WRITERS, "paged", write_paged)
-    runtime = ImageRuntime(("toy",), ("toyrun",), ("TOY_",), start)
+    host = HostStart(("toyrun",), ("TOY_",), toyrun, ways=(Way(unpacked=True),))
+    runtime = Runtime(kinds=("toy",), host=host)
     monkeypatch.setitem(runtimes.RUNTIMES, "toyrun", runtime)  # type: ignore[attr-defined]
-    rows = ["contract/kinds.py", "verify/image_file.py", "build/squash_files.py", "verify/runtimes.py"]
+    rows = ["contract/kinds.py", "verify/image_file.py", "build/squash_files.py", "runtimes/__init__.py"]
     record_property("files of an addition", [f"envbuild/{name}" for name in rows])
     (tmp_path / "toyrun").write_text(TOYRUN)
     (tmp_path / "toyrun").chmod(0o755)

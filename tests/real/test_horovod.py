@@ -21,7 +21,7 @@ from lab.slurm import slurm_cluster
 from envbuild.contract.receipt import passing_receipt
 from envbuild.run_environment import load_environment
 from envbuild.verify.image_file import open_image_file
-from envbuild.verify.runtimes import runtime_for
+from envbuild.verify.image_runtime import runtime_for
 
 from .conftest import FILES_ONLY, Command, keep_layer, own_copy
 from .test_source_images import inside

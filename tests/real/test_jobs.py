@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,15 @@ from lab.jobs import EPOCHS, Jobs
 from lab.slurm import slurm_cluster
 from sdists import commit
 
+from envbuild import runtimes
 from envbuild.base.libraries import inventory
-from envbuild.contract import kinds
 from envbuild.job_inputs import open_artifact
-from envbuild.jobs import containers
-from envbuild.jobs.model import JobRequest, JobRuntime
+from envbuild.jobs.model import JobRequest
 from envbuild.jobs.plan import plan_job
 from envbuild.jobs.schedulers import render
 from envbuild.recipe.targets import host_arch
 from envbuild.run_environment import load_environment
+from envbuild.runtimes.base import Runtime
 from envbuild.site.settings import load_site
 
 from .conftest import Command
@@ -324,11 +323,9 @@ def test_a_container_runtime_is_one_row(
     program, script = shared / "toyrun", shared / "toyrun.sbatch"
     program.write_text(TOYRUN)
     program.chmod(0o755)
-    kind = replace(kinds.ENROOT, containers=(*kinds.ENROOT.containers, "toyrun"))
-    monkeypatch.setitem(kinds.ARTIFACTS, "enroot", kind)  # type: ignore[attr-defined]
-    row = JobRuntime(words=lambda plan: [f"{program} {shared} {containers.image_word(plan)}"])
-    monkeypatch.setitem(containers.JOB_RUNTIMES, "toyrun", row)  # type: ignore[attr-defined]
-    record_property("files of an addition", ["envbuild/contract/kinds.py", "envbuild/jobs/containers.py"])
+    row = Runtime(kinds=("enroot",), words=lambda container: [f"{program} {shared} {container.image}"])
+    monkeypatch.setitem(runtimes.RUNTIMES, "toyrun", row)  # type: ignore[attr-defined]
+    record_property("files of an addition", ["envbuild/runtimes/__init__.py"])
     jobs.write_site('[container]\nruntime = "toyrun"\n')
     site = load_site(dict(os.environ), str(jobs.site))
     jobs.write_site()

@@ -23,7 +23,7 @@ from envbuild.environment import Environment
 from envbuild.image.sif import finish_sif, write_sif_front
 from envbuild.run_environment import load_environment
 from envbuild.verify.image_file import ImageFile, open_image_file
-from envbuild.verify.runtimes import WAYS, Runtime, own_runtime, runtime_for
+from envbuild.verify.image_runtime import WAYS, StartedRuntime, own_runtime, runtime_for
 
 from .conftest import REPOSITORY
 
@@ -83,7 +83,7 @@ def known(tmp_path: Path) -> Environment:
     return load_environment({**os.environ, "ENVBUILD_STORE": str(tmp_path / "store"), "HOST": "x"})
 
 
-def own(image: ImageFile, way: str, known: Environment) -> Runtime:
+def own(image: ImageFile, way: str, known: Environment) -> StartedRuntime:
     try:
         return own_runtime(image, way, known)
     except HostError as error:
@@ -92,7 +92,7 @@ def own(image: ImageFile, way: str, known: Environment) -> Runtime:
         raise
 
 
-def say(runtime: Runtime, work: Path, script: str, **extra: str) -> str:
+def say(runtime: StartedRuntime, work: Path, script: str, **extra: str) -> str:
     """What a shell in the image prints."""
     with runtime.open(work) as launch:
         command, variables = launch("sh", ["-c", script], extra)
@@ -159,7 +159,7 @@ from pathlib import Path
 from envbuild.base import process
 from envbuild.run_environment import load_environment
 from envbuild.verify.image_file import open_image_file
-from envbuild.verify.runtimes import runtime_for
+from envbuild.verify.image_runtime import runtime_for
 runtime = runtime_for(open_image_file(Path(sys.argv[1])), sys.argv[2], load_environment())
 with runtime.open(Path(sys.argv[3])) as launch:
     command, variables = launch("sh", ["-c", "echo started; exec sleep 987"], {})
@@ -246,7 +246,7 @@ import json, subprocess, sys
 from pathlib import Path
 from envbuild.run_environment import load_environment
 from envbuild.verify.image_file import open_image_file
-from envbuild.verify.runtimes import runtime_for
+from envbuild.verify.image_runtime import runtime_for
 runtime = runtime_for(open_image_file(Path(sys.argv[1])), None, load_environment())
 script = 'echo "$PATH|$OF_IMAGE"; cat /etc/hosts >/dev/null; echo x >out; '
 script += 'if (echo >/opt/x) 2>/dev/null; then echo written; fi'
@@ -292,5 +292,5 @@ def test_apptainer_starts_a_sif_with_the_jobs_variables_and_the_work_folder(
     path, _, rest = said.partition("|")
     assert path.startswith(PATH) and rest == f"of image|none|{given}|of host|INFO\n"
     assert (tmp_path / "output").read_text() == "out\n"
-    with pytest.raises(HostError, match="cannot bind"), runtime.open(tmp_path / "a:b"):
+    with pytest.raises(HostError, match="cannot show"), runtime.open(tmp_path / "a:b"):
         pass

@@ -23,7 +23,7 @@ from envbuild.image.layout import Blobs
 from envbuild.recipe.targets import host_arch
 from envbuild.run_environment import load_environment
 from envbuild.verify.image_file import open_image_file
-from envbuild.verify.runtimes import runtime_for
+from envbuild.verify.image_runtime import runtime_for
 
 from .conftest import NO_DAEMON, Command, keep_layer, link_tree, tiny_site, use_base_of_pt_minimal
 from .test_conda import conda_recipe, site

@@ -29,7 +29,7 @@ from envbuild.image.layout import Blobs, fill_layout
 from envbuild.image.model import GOARCH, OCI_CONFIG, OCI_MANIFEST, Descriptor, canonical
 from envbuild.run_environment import load_environment
 from envbuild.verify.image_file import open_image_file, own_manifest
-from envbuild.verify.runtimes import open_file_subject
+from envbuild.verify.image_runtime import open_file_subject
 from envbuild.verify.static_checks import check_installed
 
 from .conftest import Command, link_store, tiny_site, use_base_of_pt_minimal

@@ -30,6 +30,7 @@ VENV = JobArtifact(
 )
 CONDA = replace(VENV, kind="conda", path="/fsx/conda/pt", python="/fsx/conda/pt/bin/python")
 SQSH = replace(VENV, kind="enroot", path="/fsx/pt.sqsh", python="/opt/env/bin/python")
+IMAGE = replace(SQSH, kind="docker", path=f"registry.example.org/team/pt@{DIGEST}")
 SIF = replace(SQSH, kind="apptainer", path="/fsx/pt.sif")
 EFA_SQSH = replace(
     SQSH, recipe="pt_efa", target="cu126-x86_64", fabric="efa", provider="efa", verified_at="", chips=("sm_90",)

@@ -38,7 +38,7 @@ from envbuild.recipe.load import load_recipe
 from envbuild.run_environment import load_environment
 from envbuild.site.tables import LimitsTable
 from envbuild.verify.image_file import ImageFile
-from envbuild.verify.runtimes import extract
+from envbuild.verify.image_runtime import extract
 
 MIB = 1 << 20
 # Below the defaults, so that the tests are quick.

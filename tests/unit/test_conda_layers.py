@@ -11,7 +11,7 @@ from lab.conda_trees import MTIME, SCHEME
 from lab.wheels import make_wheel
 
 from envbuild.build.conda_layers import LinkedPackage, LinkedPackages, conda_parts
-from envbuild.debian.defaults import default_packages
+from envbuild.debian.lock import default_packages
 from envbuild.interpreter import read_python
 from envbuild.layers.bytecode import Compiler, compiler_of
 from envbuild.layers.compose import LARGE, MOST_LARGE, alone, environment_part

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from envbuild.base.errors import BuildError, LockError, RecipeError
 from envbuild.debian.base import fetch_debs
-from envbuild.debian.defaults import default_packages, default_without
-from envbuild.debian.lock import ARCHIVES, DebianLock, LockedDeb, from_table
+from envbuild.debian.lock import ARCHIVES, DebianLock, LockedDeb, default_packages, default_without, from_table
 from envbuild.debian.release import DebianSuite
 from envbuild.site.pip_config import PipConfig
 from envbuild.store.client import Client

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from envbuild import runtimes
 from envbuild.base.errors import RecipeError, UsageError, VerificationError
 from envbuild.build import squash_files
 from envbuild.build.commit import Result, failed_path, open_subject
@@ -36,8 +36,8 @@ from envbuild.environment import Environment
 from envbuild.fabrics import fabric_name_problem, fabric_names, find_fabric, load_fabrics
 from envbuild.image.reference import parse_source
 from envbuild.job_inputs import open_artifact
-from envbuild.jobs import containers, schedulers
-from envbuild.jobs.model import JobArtifact, JobInputs, JobRequest, JobRuntime
+from envbuild.jobs import schedulers
+from envbuild.jobs.model import JobArtifact, JobInputs, JobRequest
 from envbuild.jobs.plan import plan_job, wanted_kinds
 from envbuild.jobs.schedulers import render
 from envbuild.matrix import SelectedRecipe, make_jobs
@@ -46,12 +46,10 @@ from envbuild.recipe import targets
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Accelerator, Target, gpu_families, host_arch
 from envbuild.run_environment import load_environment
+from envbuild.runtimes.base import HostStart, Runtime
 from envbuild.site.settings import Site, load_site
-from envbuild.verify import image_file, runtimes
-from envbuild.verify.host import Launch
-from envbuild.verify.image_file import ImageFile
+from envbuild.verify import image_file, image_runtime
 from envbuild.verify.model import Check, Verdict
-from envbuild.verify.runtimes import ImageRuntime, Runtime
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HERE = f"cpu-{host_arch()}"
@@ -200,12 +198,24 @@ def test_an_artifact_kind_runs_in_jobs(
     assert plan.runtime == "folder" and opened.artifact.path in render(plan)
 
 
+TOYRUN = Runtime(
+    kinds=("toy", "enroot"),
+    words=lambda container: ["toyrun start", container.image],
+    host=HostStart(
+        programs=("toyrun",),
+        variables=("TOY_",),
+        command=lambda started: ([str(started.runtime), started.image, *started.command], dict(started.variables)),
+    ),
+)
+
+
 def test_a_kind_of_image_file_is_started_by_its_container_runtime(addition: Addition, tmp_path: Path) -> None:
-    toy = FileArtifact("toy", "", "{recipe}.toy", (), (), starters=("toyrun",), containers=("apptainer",))
+    toy = FileArtifact("toy", "", "{recipe}.toy", (), ())
     addition.row(kinds, "ARTIFACTS", "toy", toy)
-    site = site_of(tmp_path, '[scheduler]\nkind = "pbs"\n[container]\nruntime = "apptainer"\n')
+    addition.row(runtimes, "RUNTIMES", "toyrun", TOYRUN)
+    site = site_of(tmp_path, '[scheduler]\nkind = "pbs"\n[container]\nruntime = "toyrun"\n')
     assert kinds_of("file") == ("enroot", "apptainer", "toy")
-    assert wanted_kinds("pbs", site) == ("apptainer", "toy", "enroot", "venv", "conda")
+    assert wanted_kinds("pbs", site) == ("toy", "enroot", "venv", "conda")
     assert toy.default_path("r", HERE) == Path("build/r", HERE, "r.toy")
 
 
@@ -226,40 +236,30 @@ def test_a_format_of_image_files_is_read_and_written(addition: Addition, tmp_pat
     assert imported_file("toy", parse_source("docker://r.example.org/team/pytorch:2.7")).path == Path("2.7.toy")
 
 
-def test_a_container_runtime_starts_image_files(addition: Addition, environment: Environment, tmp_path: Path) -> None:
-    def start(image: ImageFile, program: Path, host: dict[str, str], _: Environment) -> Runtime:
-        @contextmanager
-        def opened(work: Path) -> Iterator[Launch]:
-            yield lambda name, arguments, extra: ([str(program), str(image.path), name, *arguments], {**host, **extra})
-
-        return Runtime("toyrun 1", opened)
-
-    addition.row(runtimes, "RUNTIMES", "toyrun", ImageRuntime(("enroot",), ("toyrun",), ("TOY_",), start))
-    (tmp_path / "toyrun").write_text('#!/bin/sh\necho "$TOY_HOST-$TOY_RANK" "$@"\n')
+def test_a_container_runtime_starts_image_files_and_jobs(
+    addition: Addition, environment: Environment, tmp_path: Path
+) -> None:
+    """By one entry."""
+    addition.row(runtimes, "RUNTIMES", "toyrun", TOYRUN)
+    version = '[ "$1" != --version ] || exec echo toyrun version 1\n'
+    (tmp_path / "toyrun").write_text(f'#!/bin/sh\n{version}echo "$TOY_HOST-$TOY_RANK" "$@"\n')
     (tmp_path / "toyrun").chmod(0o755)
     (tmp_path / "x.sqsh").write_bytes(tiny_image("gzip"))
     environment = replace(
         environment, variables={"PATH": f"{tmp_path}:/usr/bin:/bin", "TOY_HOST": "here", "OTHER": "1"}
     )
     image = image_file.open_image_file(tmp_path / "x.sqsh")
-    started = runtimes.runtime_for(image, "toyrun", environment)
+    started = image_runtime.runtime_for(image, "toyrun", environment)
     with started.open(tmp_path) as launch:
         command, given = launch("python", ["-V"], {"TOY_RANK": "0"})
         done = subprocess.run(command, env=dict(given), capture_output=True, text=True)
     assert started.name == "toyrun 1" and done.stdout == f"here-0 {tmp_path}/x.sqsh python -V\n"
-    assert "OTHER" not in given and "toyrun" in runtimes.names()
+    assert "OTHER" not in given and "toyrun" in image_runtime.names()
     with pytest.raises(UsageError, match=r"toyrun does not start \.sif images"):
-        runtimes.choose("apptainer", "toyrun", environment.variables)
+        image_runtime.choose("apptainer", "toyrun", environment.variables)
 
-
-def test_a_container_runtime_starts_jobs(addition: Addition, tmp_path: Path) -> None:
-    kind = replace(kinds.ENROOT, containers=(*kinds.ENROOT.containers, "toyrun"))
-    addition.row(kinds, "ARTIFACTS", "enroot", kind)
-    row = JobRuntime(words=lambda plan: ["toyrun start", containers.image_word(plan)])
-    addition.row(containers, "JOB_RUNTIMES", "toyrun", row)
     site = site_of(tmp_path, '[scheduler]\nkind = "pbs"\n[container]\nruntime = "toyrun"\n')
     artifact = JobArtifact("enroot", "/s/x.sqsh", "sha256:d", "r", HERE, "/opt/env/bin/python")
-    assert wanted_kinds("pbs", site)[0] == "enroot"
     plan = plan_job(JobRequest(current=tmp_path), JobInputs(artifact), site)
     assert "exec toyrun start \\\n    /s/x.sqsh \\\n    /opt/env/bin/python" in render(plan)
     assert (plan.runtime, plan.mounts) == ("toyrun", ((str(tmp_path), str(tmp_path)),))
@@ -270,7 +270,7 @@ def test_a_container_runtime_starts_jobs(addition: Addition, tmp_path: Path) -> 
 @pytest.mark.parametrize("room", ["build", "jobs", "verify"])
 def test_no_kind_and_no_runtime_is_asked_for_by_its_name(room: str) -> None:
     """What differs is a field of its row, or a function of its module."""
-    names = {*ARTIFACTS, *kinds.container_runtimes(), *runtimes.RUNTIMES} - {"none"}
+    names = {*ARTIFACTS, *runtimes.RUNTIMES} - {"folder"}
     modules = list((REPOSITORY / "envbuild" / room).rglob("*.py"))
     asked = [f"{path.name}: {text}" for path in modules for text in comparisons(path.read_text(), names)]
     assert [one for one in asked if one not in ALLOWED] == []
@@ -330,7 +330,7 @@ def test_an_accelerator_has_targets(addition: Addition) -> None:
     addition.row(targets, "ACCELERATORS", "toy", toy)
     target = Target.parse("toy1-x86_64")
     assert target.family is toy and target.version == "1" and toy in gpu_families()
-    assert runtimes.passed({"TOY_VISIBLE_DEVICES": "1", "TOY": "2"}) == {"TOY_VISIBLE_DEVICES": "1"}
+    assert image_runtime.passed({"TOY_VISIBLE_DEVICES": "1", "TOY": "2"}) == {"TOY_VISIBLE_DEVICES": "1"}
 
 
 def test_a_fabric_may_be_named_by_recipes(monkeypatch: pytest.MonkeyPatch) -> None:

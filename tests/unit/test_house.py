@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from envbuild.runtimes import of_sites
+
 PACKAGE = Path(__file__).resolve().parents[2] / "envbuild"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -163,6 +165,26 @@ def test_a_closure_leaves_out_imports_in_functions_and_for_types_alone(tmp_path:
     assert sorted(closure) == [f"house{name}" for name in expected]
     assert lines_of(closure, modules) == 17 + 1 + 1 + 2 + 2
     assert closure_of("house.typed", modules) == {"house.typed"}
+
+
+# Modules that know no container runtime by its name: what differs is in envbuild/runtimes.
+WITHOUT_RUNTIMES = [*(PACKAGE / "jobs").rglob("*.py"), *(PACKAGE / "verify").rglob("*.py"), PACKAGE / "build/kinds.py"]
+
+
+def lines_naming(words: Iterable[str], text: str) -> list[str]:
+    """Return the lines of `text` that have one of `words`, also as a part of another word."""
+    return [line for line in text.splitlines() if re.search("|".join(words), line, re.IGNORECASE)]
+
+
+def test_a_container_runtime_is_named_in_its_room_alone() -> None:
+    words = of_sites()[1:]
+    assert {"enroot", "apptainer", "pyxis"} <= {*words} and len(WITHOUT_RUNTIMES) > 30
+    assert not {path.name: found for path in WITHOUT_RUNTIMES if (found := lines_naming(words, path.read_text()))}
+
+
+def test_a_line_that_names_a_container_runtime_is_found() -> None:
+    text = "options = _PYXIS\n# the rest of it\nif runtime == 'enroot':\n"
+    assert lines_naming(of_sites()[1:], text) == ["options = _PYXIS", "if runtime == 'enroot':"]
 
 
 def test_each_folder_says_what_it_is_for() -> None:

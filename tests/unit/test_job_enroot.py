@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 from unit.job_plans import AWS, MOUNTS, PLAN, SQSH, executable
 
-from envbuild.jobs.containers import start_enroot
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.script import node_program, settings
+from envbuild.jobs.staging import container_of
+from envbuild.runtimes import RUNTIMES
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes other users")
 ANN, BOB = 60001, 60002
@@ -61,8 +62,10 @@ def _start(node: Path, user: int) -> subprocess.CompletedProcess[str]:
     """Start the container of a job of `user` as the node program does."""
     site = replace(AWS, paths=replace(AWS.paths, scratch=str(node / "scratch")))
     plan = replace(PLAN, artifact=SQSH, runtime="enroot", mounts=MOUNTS, site=site)
+    start = RUNTIMES["enroot"].start
+    assert start is not None
     return subprocess.run(
-        ["sh", "-c", _BEFORE + start_enroot(plan, "/opt/env/bin/python"), "node-1.sh", "preflight"],
+        ["sh", "-c", _BEFORE + start(container_of(plan), "/opt/env/bin/python"), "node-1.sh", "preflight"],
         env={
             "PATH": f"{node}/bin:/usr/bin:/bin",
             "TMPDIR": str(node / "tmp"),

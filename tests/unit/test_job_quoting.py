@@ -17,8 +17,8 @@ from unit.job_plans import LOADED, MODULES, PLAN, SIF, SITE, Stage, recorder
 
 from envbuild.base.errors import UsageError
 from envbuild.jobs.model import JobPlan
-from envbuild.jobs.quote import directive, heredoc, inside, mount, word, words
 from envbuild.jobs.schedulers import render
+from envbuild.runtimes.base import directive, heredoc, inside, mount, word, words
 from envbuild.site.jobs import SchedulerTable
 from examples import examples
 

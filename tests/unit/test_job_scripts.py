@@ -24,6 +24,7 @@ from unit.job_plans import (
     EFA_SQSH,
     GH200,
     GPU_SIF,
+    IMAGE,
     LOADED,
     MODULES,
     MOUNTS,
@@ -95,6 +96,13 @@ PLANS: dict[str, JobPlan] = {
         runtime="apptainer",
         mounts=(*MOUNTS, ("/data", "/data:ro")),
         variables=tuple((name, "cxi" if name == "FI_PROVIDER" else value) for name, value in NCCL),
+    ),
+    "slurm-podman": replace(GPUS, artifact=EFA_SQSH, runtime="podman", mounts=MOUNTS, site=AWS),
+    "slurm-podman-hpc": replace(PLAN, artifact=IMAGE, runtime="podman-hpc", mounts=MOUNTS),
+    "slurm-stage-podman": replace(STAGED, artifact=SQSH, runtime="podman", preflight=True),
+    "pbs-podman-registry": replace(PBS, artifact=IMAGE, runtime="podman", mounts=MOUNTS),
+    "pbs-podman-layout": replace(
+        PBS, artifact=replace(IMAGE, path=f"oci:/fsx/it's@{DIGEST}"), runtime="podman", mounts=MOUNTS
     ),
     "slurm-stage": replace(STAGED, artifact=SIF, runtime="apptainer"),
     "slurm-stage-pyxis": replace(STAGED, artifact=SQSH, runtime="pyxis", preflight=True),
@@ -312,6 +320,9 @@ def test_a_script_is_short_enough_to_be_read(name: str) -> None:
     more["slurm-login-modules"] = 30
     more |= {
         "slurm-exclude-slow": 20,
+        "slurm-podman": 85,
+        "slurm-podman-hpc": 30,
+        "slurm-stage-podman": 110,
         "slurm-stage": 5,
         "slurm-stage-venv": 10,
         "slurm-stage-pyxis": 75,

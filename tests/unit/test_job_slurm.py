@@ -20,9 +20,9 @@ from ddp_train.launch.address import source_of
 from ddp_train.preflight.__main__ import parse
 from envbuild.base.errors import UsageError
 from envbuild.contract.manifest import write_manifest
-from envbuild.jobs.containers import TIDY
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.schedulers import render
+from envbuild.runtimes.enroot import TIDY
 from envbuild.site.jobs import ContainerTable, ModulesTable, StageTable
 from envbuild.site.tables import FabricTable, TrustTable
 

@@ -31,7 +31,7 @@ from ddp_train.launch.job import Job, Run, read_run, read_variables
 from ddp_train.launch.nodes import Row, meet
 from ddp_train.launch.strategies import strategy_variables, training
 from ddp_train.stage.disk import locked
-from envbuild.jobs.quote import word
+from envbuild.runtimes.base import word
 from examples import examples
 
 ETH0, HSN0, IB0 = Address("eth0", "192.0.2.7"), Address("hsn0", "203.0.113.7"), Address("ib0", "2001:db8:1::7")

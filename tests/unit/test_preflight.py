@@ -28,7 +28,7 @@ from ddp_train.preflight.speed import figures, slow
 from ddp_train.preflight.wire import WireError, decode, encode, plain
 from envbuild.base.errors import UsageError
 from envbuild.contract.state import BuiltLayer, State
-from envbuild.jobs.preflight import find_allocation
+from envbuild.jobs.submit import find_allocation
 from examples import examples
 
 REPOSITORY = Path(__file__).resolve().parents[2]

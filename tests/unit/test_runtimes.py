@@ -16,10 +16,10 @@ from envbuild.base.errors import HostError, UsageError
 from envbuild.build.commit import open_subject
 from envbuild.environment import Environment
 from envbuild.run_environment import load_environment
-from envbuild.verify import runtimes
+from envbuild.verify import image_runtime
 from envbuild.verify.image_file import ImageFile, image_kind, open_image_file
+from envbuild.verify.image_runtime import cached, named, passed
 from envbuild.verify.namespace import image_variables
-from envbuild.verify.runtimes import cached, named, passed
 
 ENROOT, APPTAINER = "enroot", "apptainer"
 SUPERBLOCK = b"hsqs" + bytes(16) + struct.pack("<H", 6) + bytes(74)
@@ -57,22 +57,22 @@ def test_the_runtime_of_the_format_goes_first_and_ours_needs_nothing(
 ) -> None:
     for name in installed:
         program(tmp_path, name)
-    name, path, way = runtimes.choose(kind, wanted, {"PATH": str(tmp_path)})
+    name, path, way = image_runtime.choose(kind, wanted, {"PATH": str(tmp_path)})
     assert (name, path and path.name, way) == expected
 
 
 @pytest.mark.parametrize(
     ("kind", "wanted", "error", "says"),
     [
-        (ENROOT, "podman", UsageError, "unknown runtime 'podman'"),
-        (ENROOT, "apptainer", UsageError, "does not start .sqsh"),
+        (ENROOT, "toyrun", UsageError, "unknown runtime 'toyrun'"),
+        (ENROOT, "apptainer", HostError, "apptainer or singularity is not on PATH"),
         (APPTAINER, "enroot", UsageError, "does not start .sif"),
         (APPTAINER, "apptainer", HostError, "apptainer or singularity is not on PATH"),
     ],
 )
 def test_a_runtime_that_cannot_be_is_refused_by_name(kind: str, wanted: str, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
-        runtimes.choose(kind, wanted, {"PATH": "/nowhere"})
+        image_runtime.choose(kind, wanted, {"PATH": "/nowhere"})
 
 
 def test_image_files_are_known_by_their_first_bytes_alone(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_host_that_forbids_namespaces_is_told_which_setting_does(
     for name, value in settings.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(value + "\n")
-    error = runtimes.forbidden("unshare: Operation not permitted", tmp_path)
+    error = image_runtime.forbidden("unshare: Operation not permitted", tmp_path)
     assert error.exit_code == 6 and says in str(error.hint)
     assert "Operation not permitted" in error.message
 
@@ -144,7 +144,7 @@ def test_a_missing_squashfuse_is_said_with_the_other_ways(tmp_path: Path) -> Non
     image = ImageFile(tmp_path / "x.sqsh", ENROOT, 0, "zstd")
     with pytest.raises(HostError, match="squashfuse is not installed") as caught:
         bare = load_environment({"PATH": "/nowhere", "ENVBUILD_STORE": str(tmp_path)})
-        runtimes.own_runtime(image, "squashfuse", bare)
+        image_runtime.own_runtime(image, "squashfuse", bare)
     assert "own:extract" in str(caught.value.hint)
 
 
@@ -213,7 +213,7 @@ def test_an_image_is_started_by_a_fake_enroot_in_place_or_unpacked(tmp_path: Pat
     said, work = tmp_path / "said", tmp_path / "work"
     work.mkdir()
     known = environment(tmp_path, ENROOT_SAID=str(said), ENROOT_NO_IN_PLACE="" if in_place else "y", NCCL_DEBUG="INFO")
-    runtime = runtimes.runtime_for(open_image_file(tmp_path / "x.sqsh"), None, known)
+    runtime = image_runtime.runtime_for(open_image_file(tmp_path / "x.sqsh"), None, known)
     assert runtime.name == "enroot 4.1.2" + ("" if in_place else " (unpacked)")
     with runtime.open(work) as launch:
         command, variables = launch("sh", ["-c", "echo $A-$NCCL_DEBUG"], {"A": "a b"})
@@ -228,8 +228,8 @@ def test_enroot_is_not_given_a_folder_that_its_fstab_cannot_name(tmp_path: Path,
     program(tmp_path / "bin", "enroot", FAKE_ENROOT)
     (tmp_path / "x.sqsh").write_bytes(SUPERBLOCK)
     known = environment(tmp_path, ENROOT_SAID=str(tmp_path / "said"))
-    runtime = runtimes.runtime_for(open_image_file(tmp_path / "x.sqsh"), "enroot", known)
-    with pytest.raises(HostError, match="colon, a backslash or a space"), runtime.open(tmp_path / name):
+    runtime = image_runtime.runtime_for(open_image_file(tmp_path / "x.sqsh"), "enroot", known)
+    with pytest.raises(HostError, match="interprets a character of its path"), runtime.open(tmp_path / name):
         pass
 
 
@@ -237,7 +237,7 @@ def test_a_wanted_runtime_that_fails_is_an_error_with_what_it_said(tmp_path: Pat
     program(tmp_path / "bin", "apptainer", "#!/bin/sh\necho 'no such thing' >&2\nexit 3\n")
     image = ImageFile(tmp_path / "x.sif", APPTAINER, 40960, "zstd")
     with pytest.raises(HostError, match=r"(?s)exit 3.*no such thing"):
-        runtimes.runtime_for(image, "apptainer", environment(tmp_path))
+        image_runtime.runtime_for(image, "apptainer", environment(tmp_path))
 
 
 @pytest.mark.parametrize("reaped", [False, True])
@@ -246,7 +246,7 @@ def test_a_keeper_that_was_killed_is_named_without_a_traceback(reaped: bool) -> 
         os.waitid(os.P_PID, keeper.pid, os.WEXITED | os.WNOWAIT)
         if reaped:
             keeper.wait()
-        line = [*runtimes.START, "enter", str(keeper.pid), "squashfs", "true"]
+        line = [*image_runtime.START, "enter", str(keeper.pid), "squashfs", "true"]
         done = subprocess.run(line, capture_output=True, text=True)
     said = (
         f"process {keeper.pid}, which holds the image, was killed (No such file or directory): verify the image again\n"
@@ -256,7 +256,7 @@ def test_a_keeper_that_was_killed_is_named_without_a_traceback(reaped: bool) -> 
 
 def test_choosing_a_runtime_imports_nothing_heavy() -> None:
     code = (
-        "import sys, envbuild.verify.runtimes\n"
+        "import sys, envbuild.verify.image_runtime\n"
         "print([m for m in ('spython', 'docker', 'requests', 'zstandard') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -19,10 +19,9 @@ from envbuild.doctor import batch
 from envbuild.doctor.batch import contradictions
 from envbuild.doctor.probe import Host
 from envbuild.jobs.model import JobPlan
-from envbuild.jobs.preflight import find_allocation
 from envbuild.jobs.schedulers import SCHEDULERS, render
 from envbuild.jobs.schedulers.base import minutes
-from envbuild.jobs.submit import default_script, submit
+from envbuild.jobs.submit import default_script, find_allocation, submit
 from envbuild.site.jobs import NodeTable, PathsTable, SchedulerTable
 from envbuild.site.settings import Site
 

@@ -23,7 +23,6 @@ from lab.patchelf import patchelf
 
 from envbuild.base.elf import MACHINES, read_elf
 from envbuild.base.errors import BuildError, HostError
-from envbuild.base.unpack import unpack
 from envbuild.contract.installed import check_files
 from envbuild.jobcheck.diagnose.engine import explain
 from envbuild.layers import source_steps
@@ -41,6 +40,7 @@ from envbuild.layers.source_files import (
 from envbuild.layers.source_job import SourceBuild, StepError
 from envbuild.layers.source_steps import tidy, unpack_cuda, unpack_wheel
 from envbuild.recipe.sources import SourceLayer
+from envbuild.store.archives import unpack
 from envbuild.store.store import Store
 from examples import examples
 

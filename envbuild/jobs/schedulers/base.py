@@ -18,7 +18,7 @@ from pathlib import Path
 from envbuild.base.errors import HostError
 from envbuild.jobcheck.lint.directives import ScriptFacts
 from envbuild.jobs.model import JobPlan, Launcher
-from envbuild.jobs.quote import directive_line, fill
+from envbuild.runtimes.base import directive_line, fill
 
 # At the limit itself, schedulers signal every process of a job, also those that serve a container's files.
 _SAVING_S = 120
@@ -47,13 +47,13 @@ class Trial:
     """A question to the scheduler that changes nothing.
 
     `render` makes the file that follows `command`. `unchecked` returns why a failure says nothing about the job, ""
-    if it does, and `refusal` makes the error from the output and the job's name.
+    if it does, and `refusal` makes the error from the output, its end for people, and the job's name.
     """
 
     command: tuple[str, ...]
     render: Callable[[JobPlan], str]
     unchecked: Callable[[subprocess.CompletedProcess[str]], str]
-    refusal: Callable[[subprocess.CompletedProcess[str], str], HostError]
+    refusal: Callable[[subprocess.CompletedProcess[str], str, str], HostError]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ class Submission:
 
     `command` is followed by the file, or reads it from standard input if `stdin` is set. `job` extracts the job's
     number from the output, `no_server` is a pattern of the message that no server answers, and `ping` is the command
-    that shows whether one does. `refusal` makes the error from the output, the refused file and the file of an earlier
-    job; without it, the error shows the scheduler's message. `trial` makes the question to the scheduler before the job
-    is submitted.
+    that shows whether one does. `refusal` makes the error from the output, its end for people, the refused file and
+    the file of an earlier job; without it, the error shows the scheduler's message. `trial` makes the question to the
+    scheduler before the job is submitted.
     """
 
     command: tuple[str, ...]
@@ -72,7 +72,7 @@ class Submission:
     no_server: str = ""
     ping: str = ""
     stdin: bool = False
-    refusal: Callable[[subprocess.CompletedProcess[str], Path, Path], HostError] | None = None
+    refusal: Callable[[subprocess.CompletedProcess[str], str, Path, Path], HostError] | None = None
     trial: Trial | None = None
 
 

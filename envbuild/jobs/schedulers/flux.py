@@ -11,9 +11,7 @@ import re
 from collections.abc import Iterable
 
 from envbuild.jobcheck.lint.directives import Directive, ScriptFacts, option_values, whole_number
-from envbuild.jobs.containers import work_key
-from envbuild.jobs.model import JobPlan, Launcher
-from envbuild.jobs.quote import directive, fill
+from envbuild.jobs.model import JobPlan, Launcher, work_key
 from envbuild.jobs.schedulers.base import (
     ABOUT,
     STEP_SIGNAL,
@@ -26,6 +24,7 @@ from envbuild.jobs.schedulers.base import (
     with_site,
 )
 from envbuild.jobs.script import render_script
+from envbuild.runtimes.base import directive, fill
 
 # Options in the header of every job's script.
 _OWN = (

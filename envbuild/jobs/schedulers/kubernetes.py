@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envbuild.base import process
 from envbuild.base.errors import HostError, UsageError
 from envbuild.jobs import kubernetes_pod as pod
 from envbuild.jobs.kubernetes_pod import dump, literal
@@ -511,8 +510,8 @@ def created_job(printed: str) -> str:
     return names[-1] if names else printed.strip()
 
 
-def refusal(done: subprocess.CompletedProcess[str], refused: Path, earlier: Path) -> HostError:
-    """Return the error for the manifest `refused`, which kubectl rejected.
+def refusal(done: subprocess.CompletedProcess[str], said: str, refused: Path, earlier: Path) -> HostError:
+    """Return the error for the manifest `refused`, which kubectl rejected; `said` is the end of its output.
 
     `earlier` is the manifest of an earlier job, which may not exist. kubectl continues after an object that it
     could not create: the objects that it did create exist and may run.
@@ -524,12 +523,12 @@ def refusal(done: subprocess.CompletedProcess[str], refused: Path, earlier: Path
         created = "\n".join(f"  {line}" for line in made.splitlines())
         hint = f"remove that part, and the etcd or job that an earlier job left, with {delete}, then submit again"
         return HostError(
-            f"kubectl created only a part of {refused}:\n{created}\nand refused the rest:\n{process.tail(done)}",
+            f"kubectl created only a part of {refused}:\n{created}\nand refused the rest:\n{said}",
             f"{advice}. First {hint}" if advice else hint,
         )
     if "AlreadyExists" in done.stderr:
         advice = f"choose another --name, or remove what is there, etcd too, with {delete}, then submit again"
-    return HostError(f"kubectl refuses {refused}:\n{process.tail(done)}", advice or _CHANGE)
+    return HostError(f"kubectl refuses {refused}:\n{said}", advice or _CHANGE)
 
 
 def unchecked_pod(done: subprocess.CompletedProcess[str]) -> str:
@@ -541,12 +540,10 @@ def unchecked_pod(done: subprocess.CompletedProcess[str]) -> str:
     return ""
 
 
-def refused_pod(done: subprocess.CompletedProcess[str], name: str) -> HostError:
-    """Return the error for job `name` after the server refused one of its pods in a dry run."""
+def refused_pod(done: subprocess.CompletedProcess[str], said: str, name: str) -> HostError:
+    """Return the error for job `name`, of whose pods the server refused one in a dry run; `said`: as in `refusal`."""
     advice = next((hint for words, hint in _HINTS if re.search(words, done.stderr)), None)
-    return HostError(
-        f"{name} was not submitted: a dry run of one of its pods failed:\n{process.tail(done)}", advice or _CHANGE
-    )
+    return HostError(f"{name} was not submitted: a dry run of one of its pods failed:\n{said}", advice or _CHANGE)
 
 
 KUBERNETES = Scheduler(

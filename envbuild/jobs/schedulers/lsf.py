@@ -14,9 +14,7 @@ from pathlib import Path
 
 from envbuild.base.errors import UsageError
 from envbuild.jobcheck.lint.directives import Directive, ScriptFacts, option_values, whole_number
-from envbuild.jobs.containers import work_key
-from envbuild.jobs.model import JobPlan, Launcher
-from envbuild.jobs.quote import directive
+from envbuild.jobs.model import JobPlan, Launcher, work_key
 from envbuild.jobs.schedulers.base import (
     SSH,
     AllocationFacts,
@@ -31,6 +29,7 @@ from envbuild.jobs.schedulers.base import (
     with_site,
 )
 from envbuild.jobs.script import render_script
+from envbuild.runtimes.base import directive
 
 # Options in the header of every job's script.
 _OWN = ("J", "n", "W", "cwd", "o", "oo", "e", "eo", "x", "r", "rn", "gpu", "q", "P")

@@ -13,7 +13,6 @@ from pathlib import Path
 from envbuild.base.errors import UsageError
 from envbuild.jobcheck.lint.directives import Directive, ScriptFacts
 from envbuild.jobs.model import JobPlan, Launcher
-from envbuild.jobs.quote import directive
 from envbuild.jobs.schedulers.base import (
     SSH,
     AllocationFacts,
@@ -28,6 +27,7 @@ from envbuild.jobs.schedulers.base import (
     with_site,
 )
 from envbuild.jobs.script import render_script
+from envbuild.runtimes.base import directive
 
 # Options in the header of every job's script, and the settings that they carry.
 _OWN = {

@@ -11,9 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from envbuild.base.errors import UsageError
 from envbuild.jobcheck.lint.directives import Directive, ScriptFacts, option_values, whole_number
-from envbuild.jobs.containers import runtime_of, work_key
-from envbuild.jobs.model import JobPlan, Launcher
-from envbuild.jobs.quote import directive, fill
+from envbuild.jobs.model import JobPlan, Launcher, runtime_of, work_key
 from envbuild.jobs.schedulers.base import (
     ABOUT,
     STEP_SIGNAL,
@@ -28,6 +26,8 @@ from envbuild.jobs.schedulers.base import (
     with_site,
 )
 from envbuild.jobs.script import render_script
+from envbuild.jobs.staging import container_of
+from envbuild.runtimes.base import directive, fill
 
 # Options in the header of every job's script that a key of the site file or an option of `envbuild job` sets.
 _OWN = (
@@ -104,7 +104,7 @@ _SRUN = r"""everywhere() {
 _RESUME = r"""    if [ "$1" = training ]; then options+=(--auto-resume=1); fi
 """
 
-_PYXIS = r"""    case $1 in own | earlier) # --overlap: runs while another step runs
+_IN_CONTAINER = r"""    case $1 in own | earlier) # --overlap: runs while another step runs
         exec srun "${options[@]}" --overlap sh "$ENVBUILD_RUN/tidy-$restarts.sh" "$1" </dev/null
         ;;
     esac
@@ -161,9 +161,9 @@ def _srun(plan: JobPlan) -> str:
     more = _RESUME if plan.site.scheduler.auto_resume else ""
     container = ""
     if options_of := runtime_of(plan).step_options:
-        options = "".join(f"    {option}\n" for option in options_of(plan))
+        options = "".join(f"    {option}\n" for option in options_of(container_of(plan)))
         container = f"# shellcheck disable=SC2054 # the commas are for {plan.runtime}\ncontainer=(\n{options})\n\n"
-        more += _PYXIS
+        more += _IN_CONTAINER
     return f"{container}{ABOUT}\n{fill(_SRUN, nodes=plan.nodes, more=more)}"
 
 

@@ -34,6 +34,8 @@ from envbuild.environment import Environment
 from envbuild.image.limits import ImageLimits
 from envbuild.image.sif import content_digest
 from envbuild.recipe.targets import Target, gpu_families, host_arch
+from envbuild.runtimes import OWN, RUNTIMES, starting
+from envbuild.runtimes.base import HostProgram, HostStart, Way
 from envbuild.verify import namespace
 from envbuild.verify.host import HostNodes, Launch
 from envbuild.verify.image_file import ImageFile, image_state, open_image_file, own_manifest
@@ -72,21 +74,13 @@ _SONAMES = {
 _VERSIONED = "libnvidia-gpucomp"
 _FILE = re.compile(r"(lib[\w-]+)\.so(\.[\d.]+)?")
 _CACHED = re.compile(r"^\s*(\S+) \((.*)\) => (\S+)$", re.MULTILINE)
-OWN = "own"
 _NEEDED = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "LANG", "TERM")  # variables of every program on this host
-_NAME = "envbuild"  # of an unpacked image, to enroot
-_PROBE = """
-import os, sys
-if "ENVBUILD_PROBE" not in os.environ:
-    sys.exit("the image does not let variables in: it has no /.singularity.d/env/90-environment.sh")
-"""
-# Apptainer's options: the site's default; user namespace.
-_MODES: tuple[tuple[str, ...], ...] = ((), ("--userns",))
+_PROBE = 'import os, sys; sys.exit("ENVBUILD_PROBE" not in os.environ and "the image does not let variables in{}")'
 
 
 @dataclass(frozen=True, slots=True)
-class Runtime:
-    """A way to start programs in one image file; `name` goes into the receipt.
+class StartedRuntime:
+    """A runtime that can start programs in one image file; `name` goes into the receipt.
 
     `open` takes a work folder on this host, which the programs see as `work`.
     """
@@ -106,7 +100,7 @@ class WayUnavailable(Exception):
     """The error of a way of mounting that does not work on this host; the message gives the reason."""
 
 
-def own_runtime(image: ImageFile, way: str | None, environment: Environment) -> Runtime:
+def own_runtime(image: ImageFile, way: str | None, environment: Environment) -> StartedRuntime:
     """Return the own runtime for `image`, by `way` if one is given, else by the first way that works.
 
     Each way is tried on the image, except unpacking. Raises HostError, with the reasons, when no way works.
@@ -118,7 +112,7 @@ def own_runtime(image: ImageFile, way: str | None, environment: Environment) -> 
                 spec = spec_of(image, method, folder, folder, environment)
                 with _keeper(spec, environment):
                     name = f"own:{method}{_detail(spec)}"
-            return Runtime(name, partial(_open, image, method, environment))
+            return StartedRuntime(name, partial(_open, image, method, environment))
         except WayUnavailable as error:
             refused.append(f"{method}: {error}")
     hint = f"choose another way ({', '.join(f'own:{way_name}' for way_name in WAYS if way_name != way)})"
@@ -225,7 +219,8 @@ def forbidden(why: str, proc: Path = Path("/proc/sys")) -> HostError:
         with suppress(OSError):
             if (proc / name.replace(".", "/")).read_text().strip() == forbids:
                 settings_found.append((f"{name} = {forbids}", f"{name}={allows}"))
-    ways = "install apptainer or enroot, verify on a node that allows it, or build with --no-verify"
+    programs = " or ".join(name for name, host in _installed().items() if host.kinds)
+    ways = f"install {programs}, verify on a node that allows it, or build with --no-verify"
     if not settings_found:
         return HostError(
             f"this host cannot launch an image without a runtime: {why}",
@@ -267,25 +262,13 @@ def named(paths: Iterable[str]) -> dict[str, str]:
     return libraries
 
 
-@dataclass(frozen=True, slots=True)
-class ImageRuntime:
-    """A program of this host that starts image files of some `kinds`; a row of RUNTIMES.
-
-    `programs` are its names, best first. `variables` are prefixes of the caller's variables that configure it and its
-    hooks; with `selects_devices`, it also gets the accelerator's container variables. `start` gets the image, the
-    program, and the program's variables; it raises HostError if the program cannot start the image.
-    """
-
-    kinds: tuple[str, ...]
-    programs: tuple[str, ...]
-    variables: tuple[str, ...]
-    start: Callable[[ImageFile, Path, dict[str, str], Environment], Runtime]
-    selects_devices: bool = False
-
-
 def names() -> tuple[str, ...]:
     """Return the names that `--runtime` accepts."""
-    return (*RUNTIMES, OWN, *(f"{OWN}:{way}" for way in WAYS))
+    return (*_installed(), OWN, *(f"{OWN}:{way}" for way in WAYS))
+
+
+def _installed() -> dict[str, HostStart]:
+    return {name: runtime.host for name, runtime in RUNTIMES.items() if runtime.host}
 
 
 def file_subject(
@@ -297,7 +280,7 @@ def file_subject(
     runtime: str | None,
     manifest: str = "",
 ) -> Subject:
-    """Return the subject for the image file `path` of `kind` (`enroot` or `apptainer`).
+    """Return the subject for the image file `path` of `kind`.
 
     `manifest` is the digest of the manifest of its files, "" to use the manifest inside. `runtime` is one of `names()`,
     or None for the best available one. Raises UsageError for a file or a runtime of another kind, HostError when no
@@ -341,7 +324,7 @@ def open_file_subject(path: Path, environment: Environment, runtime: str | None)
 
 
 @contextmanager
-def _nodes(runtime: Runtime, work: Path) -> Iterator[HostNodes]:
+def _nodes(runtime: StartedRuntime, work: Path) -> Iterator[HostNodes]:
     with runtime.open(work) as launch:
         yield HostNodes(work, launch, PurePosixPath(runtime.work))
 
@@ -353,26 +336,27 @@ def choose(kind: str, name_asked: str | None, variables: Mapping[str, str]) -> t
     """
     if name_asked is not None and name_asked not in names():
         raise UsageError(f"unknown runtime {name_asked!r}", f"one of {', '.join(names())}")
-    suitable = {name: row for name, row in RUNTIMES.items() if kind in row.kinds}
-    if name_asked in RUNTIMES and name_asked not in suitable:
+    installed = _installed()
+    suitable = [name for name in starting(kind) if name in installed]
+    if name_asked in installed and name_asked not in suitable:
         raise UsageError(
-            f"{name_asked} does not start {Path(file_kind(kind).default_name).suffix} images",
-            f"choose {' or '.join([*suitable, OWN])}",
+            f"{name_asked} does not start {file_kind(kind).suffix} images", f"choose {' or '.join([*suitable, OWN])}"
         )
+    usual = [name for name in suitable if kind in installed[name].kinds] if name_asked is None else []
     search = variables.get("PATH", os.defpath)
-    for name, row in suitable.items():
-        for program in row.programs if name_asked in (None, name) else ():
+    for name in [name_asked] if name_asked in suitable else usual:
+        for program in installed[name].programs:
             if path := shutil.which(program, path=search):
                 return name, Path(path), None
     if name_asked in suitable:
         raise HostError(
-            f"{' or '.join(suitable[name_asked].programs)} is not on PATH",
+            f"{' or '.join(installed[name_asked].programs)} is not on PATH",
             f"install it, or choose {OWN}, which needs nothing installed",
         )
     return OWN, None, (name_asked or OWN).partition(":")[2] or None
 
 
-def runtime_for(image: ImageFile, name_asked: str | None, environment: Environment) -> Runtime:
+def runtime_for(image: ImageFile, name_asked: str | None, environment: Environment) -> StartedRuntime:
     """Return the runtime that starts `image` (see `choose`), after a trial start.
 
     If an installed runtime cannot start the image, the own runtime is used, unless `name_asked` names the installed
@@ -382,8 +366,7 @@ def runtime_for(image: ImageFile, name_asked: str | None, environment: Environme
     if program is None:
         return own_runtime(image, way, environment)
     try:
-        row = RUNTIMES[name]
-        return row.start(image, program, _host(row, image, environment.variables), environment)
+        return _installed_runtime(name, program, image, environment)
     except HostError as failed:
         if name_asked is not None:
             raise
@@ -394,117 +377,69 @@ def runtime_for(image: ImageFile, name_asked: str | None, environment: Environme
         return replace(own, name=f"{own.name}, {name} could not start it")
 
 
-def _host(row: ImageRuntime, image: ImageFile, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of the process that starts `image`."""
-    kept = {name: value for name, value in variables.items() if name in _NEEDED or name.startswith(row.variables)}
-    return {**dict(image.accelerator.container_variables), **kept} if row.selects_devices else kept
+def _installed_runtime(name: str, program: Path, image: ImageFile, environment: Environment) -> StartedRuntime:
+    """Return the runtime `name`, whose program is `program`, in the first way that starts `image`.
 
-
-def _enroot(image: ImageFile, program: Path, host: dict[str, str], environment: Environment) -> Runtime:
-    version = process.run([program, "version"], env=host, failure=HostError).stdout.strip()
-    probe = [str(program), "start", str(image.path), "python", "-I", "-c", "pass"]
-    in_place = process.run(probe, env=host, check=False).returncode == 0
-    name = f"enroot {version}" + ("" if in_place else " (unpacked)")
-    return Runtime(name, partial(_open_enroot, program, image, host, environment, in_place))
-
-
-@contextmanager
-def _open_enroot(
-    program: Path, image: ImageFile, host: Mapping[str, str], environment: Environment, in_place: bool, work: Path
-) -> Iterator[Launch]:
-    if set(str(work)) & set(":\\") or len(str(work).split()) != 1:  # fstab(5) escapes by backslash
-        raise HostError(
-            f"enroot cannot mount the folder {work}: its name has a colon, a backslash or a space",
-            "set TMPDIR to a folder without them in its path",
-        )
-    host, inside = dict(host), passed(environment.variables)
-    mount = f"{work}:{WORK}:none:x-create=dir,bind,rw"
-    with ExitStack() as stack:
-        if not in_place:
-            host["ENROOT_DATA_PATH"] = str(stack.enter_context(environment.store.working("launched")))
-            process.run([program, "create", "--name", _NAME, image.path], env=host, failure=HostError)
-        place = str(image.path) if in_place else _NAME
-
-        def launch(name: str, arguments: Sequence[str], extra: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-            given = {**inside, **extra}
-            named = [word for key in sorted(given) for word in ("--env", key)]
-            return [str(program), "start", *named, "--mount", mount, place, name, *arguments], {**host, **given}
-
-        yield launch
-
-
-def _apptainer(image: ImageFile, program: Path, host: dict[str, str], environment: Environment) -> Runtime:
-    """Return the runtime of the Apptainer or Singularity at `program`, in the first mode that starts `image`."""
-    code, version = _run([str(program), "--version"], host)
-    if code != 0:
-        raise HostError(f"{program} --version failed (exit {code}): {version}")
+    Each way is tried on the image, except unpacking.
+    """
+    row, variables = _installed()[name], environment.variables
+    kept = {key: value for key, value in variables.items() if key in _NEEDED or key.startswith(row.variables)}
+    host = {**dict(image.accelerator.container_variables), **kept} if row.selects_devices else kept
+    done = process.run([program, *row.version], env=host, failure=HostError)
+    version = done.stdout.strip().split("\n")[0].replace(" version ", " ")
+    title = version if version[:1].isalpha() else f"{name} {version}"
+    probe = _PROBE.format(row.no_variables and f": {row.no_variables}")
     failed = []
-    for mode in _MODES:
-        # spython drops empty arguments, so there must be none.
-        probe = [*_exec(program, image, mode), str(image.path), "python", "-I", "-c", _PROBE]
-        code, text = _run(probe, host | _given({"ENVBUILD_PROBE": "1"}))
-        if code == 0:
-            name = " ".join([*version.replace(" version ", " ").split("\n")[0].split(), *mode])
-            return Runtime(name, partial(_open_apptainer, program, image, host, environment, mode))
-        failed.append(f"{' '.join(['exec', *mode])} (exit {code}): {text}")
+    for way in row.ways:
+        if not way.unpacked:
+            words = ("python", "-I", "-c", probe)
+            given = {"ENVBUILD_PROBE": "1"}
+            trial = HostProgram(program, way.options, str(image.path), image.accelerator, words, given)
+            line, more = row.command(trial)
+            done = process.run(line, env={**host, **more}, check=False)
+            if done.returncode:
+                said = f"{done.stdout}{done.stderr}".strip()[-2000:]
+                failed.append(f"{' '.join([program.name, *way.options])} ({process.ending(done.returncode)}): {said}")
+                continue
+        opened = partial(_open_installed, row, way, program, image, host, environment)
+        return StartedRuntime(" ".join(filter(None, [title, way.title])), opened)
     raise HostError(
-        f"{version} cannot start {image.path}:\n  " + "\n  ".join(failed),
-        "see the messages above; --runtime own launches it without Apptainer",
+        f"{title} cannot start {image.path}:\n  " + "\n  ".join(failed),
+        f"see the messages above; --runtime {OWN} launches it without {name}",
     )
 
 
 @contextmanager
-def _open_apptainer(
+def _open_installed(
+    row: HostStart,
+    way: Way,
     program: Path,
     image: ImageFile,
     host: Mapping[str, str],
     environment: Environment,
-    mode: Sequence[str],
     work: Path,
 ) -> Iterator[Launch]:
-    if set(str(work)) & set(':,"\\'):
+    if set(str(work)) & set(row.splits):
         raise HostError(
-            f"Apptainer cannot bind the folder {work}: its path has a character that Apptainer interprets",
-            'set TMPDIR to a folder without : , " and \\ in its path',
+            f"{program.name} cannot show the folder {work} in a container: it interprets a character of its path",
+            f"set TMPDIR to a folder without {' '.join(map(repr, row.splits))} in its path",
         )
-    inside = passed(environment.variables)
-    command = [*_exec(program, image, mode), "--bind", f"{work}:{WORK}", "--pwd", WORK, str(image.path)]
-    yield lambda name, arguments, extra: ([*command, name, *arguments], {**host} | _given({**inside, **extra}))
+    inside, place, host = passed(environment.variables), str(image.path), dict(host)
+    with ExitStack() as stack:
+        if way.unpacked:
+            folder = stack.enter_context(environment.store.working("launched"))
+            if way.unpack is None:
+                extract(image, folder / "image", environment.site.limits)
+                place = str(folder / "image")
+            else:
+                line, more, place = way.unpack(program, image.path, folder)
+                host |= more
+                process.run(line, env=host, failure=HostError)
 
+        def launch(name: str, arguments: Sequence[str], extra: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+            words, given = (name, *arguments), {**inside, **extra}
+            started = HostProgram(program, way.options, place, image.accelerator, words, given, str(work), WORK)
+            line, more = row.command(started)
+            return line, {**host, **more}
 
-def _exec(program: Path, image: ImageFile, mode: Sequence[str]) -> list[str]:
-    """Return the first words of each command line. /tmp is mounted as the site configured it."""
-    gpus = [image.accelerator.apptainer] if image.accelerator.apptainer else []
-    return [str(program), "--quiet", "--nocolor", "exec", *mode, "--cleanenv", "--no-home", *gpus]
-
-
-def _given(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return `variables` under the names that make Apptainer and Singularity set them in the container."""
-    prefixes = ("APPTAINERENV_", "SINGULARITYENV_")
-    return {prefix + key: value for key, value in variables.items() for prefix in prefixes}
-
-
-def _run(command: list[str], variables: Mapping[str, str]) -> tuple[int, str]:
-    """Run `command` with spython. Return the exit code, and the text of stdout and stderr."""
-    from spython.utils import run_command
-
-    try:
-        done = run_command(command, quiet=True, environ=dict(variables))
-    except OSError as error:
-        raise HostError(f"{command[0]} cannot be run: {error.strerror}") from error
-    return done["return_code"], "".join(done["message"]).strip()[-2000:]
-
-
-# The best first; without any of them, envbuild uses its own runtime. APPTAINERENV_… are not passed on: users set them
-# for their own runs.
-RUNTIMES: Mapping[str, ImageRuntime] = {
-    "enroot": ImageRuntime(
-        ("enroot",), ("enroot",), ("ENROOT_", "XDG_", "NVIDIA_", "MELLANOX_"), _enroot, selects_devices=True
-    ),
-    "apptainer": ImageRuntime(
-        ("apptainer",),
-        ("apptainer", "singularity"),
-        ("APPTAINER_", "SINGULARITY_", "XDG_", "SQUASHFUSE", "FUSE"),
-        _apptainer,
-    ),
-}
+        yield launch

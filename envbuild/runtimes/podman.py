@@ -1,0 +1,194 @@
+"""podman and podman-hpc, without root: images of a registry by digest, OCI layouts and .sqsh files.
+
+A job's container is a child of conmon, which leaves the tree of the job's processes. So a process outside of that tree
+ends the container and removes its folder when the job's script ends, also by SIGKILL; where Slurm kills that process,
+too (proctrack/cgroup), the next job of the user removes the folder.
+
+Sources: podman-run(1), podman-wait(1) of podman 4.3 and 5.4; conmon's main.c (signals); NVIDIA, Container Device
+Interface (`--device nvidia.com/gpu=all`); NERSC/podman-hpc.
+"""
+
+from __future__ import annotations
+
+import textwrap
+
+from envbuild.data import load_table
+from envbuild.runtimes.base import PRIVATE, HostProgram, HostStart, NodeContainer, Runtime, Way, fill, path_word, word
+
+# The job alone uses this storage: nothing of it is shared with the user's other containers.
+_COMMAND = (
+    'podman --log-level=error --root "$job/storage" --runroot "$job/run" --tmpdir "$job/tmp" \\\n'
+    "        --cgroup-manager=cgroupfs --events-backend=none"
+)
+_CLEAN = r"""# clean FOLDER [wait]: ends a job's container and removes its folder; with `wait`, after the job's script.
+trap '' TERM INT HUP
+cd /
+job=$1 XDG_RUNTIME_DIR=$1
+export XDG_RUNTIME_DIR
+[ -z "${2-}" ] || cat "$job/alive" >/dev/null
+[ -d "$job" ] || exit 0
+podman() {
+    command @COMMAND@ "$@"
+}
+podman kill --all --signal URG # ddp_train.launch tells the ranks to save their state
+podman stop --all --time 20
+podman rm --all --force
+podman unshare rm -rf "$job/storage"
+kill "$(cat "$job/tmp/pause.pid")" # it holds podman's user namespace
+for tool in fusermount3 fusermount; do "$tool" -u "$job/image" && break; done
+rm -rf "$job"
+"""
+_NODE = r"""@PRIVATE@# podman's storage and sockets are in a folder of this job's. The job holds its lock.
+state=@STATE@/envbuild-podman-$(id -u)
+private "$state"
+exec 8>"$state/lock"
+flock 8
+job=$(mktemp -d "$state/XXXXXX")
+cat >"$job/clean" <<'CLEAN'
+@CLEAN@CLEAN
+for old in "$state"/*/; do # of jobs that were killed: nobody holds the lock
+    [ "$old" = "$job/" ] || flock -n "$old/lock" sh "$old/clean" "${old%/}" >/dev/null 2>&1 || true
+done
+exec 9>"$job/lock"
+flock 9
+exec 8>&-
+mkfifo "$job/alive"
+exec 7<>"$job/alive" # open as long as this script lives
+(setsid sh "$job/clean" "$job" wait 7>&- >/dev/null 2>&1 </dev/null &)
+XDG_RUNTIME_DIR=$job
+export XDG_RUNTIME_DIR
+podman() {
+    command @COMMAND@ "$@" 7>&- 9>&-
+}
+@OPEN@# Slurm may signal every process of a step: the container runs detached, with this script's output, and its
+# program ddp_train.launch gets the signal that tells the ranks to save their state.
+trap 'podman kill --signal URG job >/dev/null 2>&1 || true' TERM INT HUP URG
+podman @RUN@ \
+    @IMAGE@ \
+    @PROGRAM@ "$@" || stop 'podman cannot start the container, see above'
+until [ -s "$job/code" ] || [ ! -d "$job" ]; do # a signal ends a wait
+    (exec 7>&- 9>&- && podman wait job >>"$job/code" 2>/dev/null) &
+    wait "$!" || true
+done
+read -r code <"$job/code" || code=1
+sh "$job/clean" "$job" >/dev/null 2>&1 || true
+exit "$code"
+"""
+_MOUNTED = r"""@SET@mkdir "$job/image"
+# squashfuse inherits that SIGTERM is ignored, so the image stays readable while ranks save their state.
+(
+    trap '' TERM
+    exec squashfuse -o "uid=$(id -u),gid=$(id -g)" "$image" "$job/image" 7>&- 9>&-
+) 2>/dev/null || unsquashfs -quiet -no-progress -no-xattrs -force -dest "$job/image" "$image" >/dev/null ||
+    stop "cannot open $image: this node needs squashfuse with /dev/fuse, or unsquashfs"
+"""
+_PULLED = r"""image=$(podman pull --quiet @IMAGE@) || stop 'podman cannot pull '@NAME@', see above'
+"""
+_OF_LAYOUT = r"""[ "$(podman image inspect --format '{{.Digest}}' "$image")" = @DIGEST@ ] ||
+    stop @NAME@' holds another image than @DIGEST@'
+"""
+_NAMES = r"""env | sed -n 's/=.*//p' | grep -xE '@PASSED@' |
+    grep -vxE '@KEPT@' >"$job/variables" || true
+"""
+_WIDTH = 104
+# podman-hpc has the site's storage, and its own options. Nothing was run with it.
+_HPC = r"""command -v podman-hpc >/dev/null || stop 'there is no podman-hpc on this node'
+job=$(mktemp -d)
+container=envbuild-${ENVBUILD_RUN##*/}-$restarts-$name-$$
+@VARIABLES@podman-hpc @RUN@ \
+    @IMAGE@ \
+    @PROGRAM@ "$@" &
+child=$!
+trap 'podman-hpc kill --signal URG "$container" >/dev/null 2>&1 || true' TERM INT HUP URG
+code=0
+wait "$child" || code=$?
+while kill -0 "$child" 2>/dev/null; do # a signal ended the wait: wait again
+    code=0
+    wait "$child" || code=$?
+done
+rm -r "$job"
+exit "$code"
+"""
+
+
+def _run_words(container: NodeContainer, *how: str) -> str:
+    """Return the words of `podman run`: the container sees the node's network, memory and devices, no other folder.
+
+    Its root is the user, so files have the right owner. Without a cgroup of its own, it stays in the job's.
+    """
+    devices = container.devices
+    options = ["run", *how, "--cgroups=disabled", "--network=host", "--ipc=host", "--uts=host", "--user=0"]
+    options += ["--ulimit=host", "--security-opt=label=disable", "--volume=/dev:/dev:rslave"]
+    options += [f"--device={devices.kubernetes}=all"] if devices.docker_request else []
+    options += ["--group-add=keep-groups"] if devices.docker_devices else []
+    options += [word("--volume=" + ":".join(filter(None, bind))) for bind in container.binds()]
+    options += [f"--env={name}={value}" for name, value in devices.container_variables]
+    options += ['--env-file="$job/variables"']
+    lines = textwrap.wrap(" ".join(options), _WIDTH, break_long_words=False, break_on_hyphens=False)
+    return " \\\n    ".join(lines)
+
+
+def _variables() -> str:
+    """Return the line that writes the names of the job's variables that the container gets into a file."""
+    table = load_table("caller")
+    prefixes, names = table["image"]["prefixes"], [*table["image"]["names"], *table["python"]["kept"]]
+    lines = [f"({line.replace(' ', '|')}).*" for line in textwrap.wrap(" ".join(prefixes), _WIDTH)]
+    lines += [line.replace(" ", "|") for line in textwrap.wrap(" ".join(names), _WIDTH)]
+    return fill(_NAMES, passed="\n".join(lines), kept="|".join(table["image"]["kept_out"]))
+
+
+def _start(container: NodeContainer, program: str) -> str:
+    """Return lines of the node's shell script that run `program` in podman with the script's arguments."""
+    how = ["--detach", "--name=job", "--log-driver=passthrough"]
+    name, at, digest = container.path.partition("@")
+    if at:
+        layout = name.startswith("oci:")
+        opened = fill(_PULLED, image=path_word(name if layout else container.path, "the image"), name=word(name))
+        opened += fill(_OF_LAYOUT, digest=digest, name=word(name)) if layout else ""
+        image = '"$image"'
+    else:
+        opened = fill(_MOUNTED, set="" if container.staged else f"image={container.image}\n")
+        image = '--rootfs "$job/image:O" /bin/sh /etc/rc'
+        how.append('--env-file="$job/image/etc/environment"')
+    return fill(
+        _NODE,
+        private=fill(PRIVATE, name="podman"),
+        state=path_word(container.scratch, "[paths] scratch") if container.scratch else "/tmp",
+        clean=fill(_CLEAN, command=_COMMAND),
+        command=_COMMAND,
+        open=f"{_variables()}{opened}",
+        run=_run_words(container, *how),
+        image=image,
+        program=program,
+    )
+
+
+def _start_hpc(container: NodeContainer, program: str) -> str:
+    """Return lines that run `program` in an image that `podman-hpc pull` or `migrate` squashed, by its name."""
+    run = _run_words(container, "--rm", '--name="$container"', "--sig-proxy=false")
+    return fill(_HPC, variables=_variables(), run=run, image=container.image, program=program)
+
+
+def _command(started: HostProgram) -> tuple[list[str], dict[str, str]]:
+    options = ["run", "--rm", "--network=host", "--ipc=host", "--user=0", "--security-opt=label=disable"]
+    devices = started.devices
+    options += [f"--device={devices.kubernetes}=all"] if devices.docker_request else []
+    options += [f"--device={device}" for device in devices.docker_devices]
+    options += [f"--env-file={started.image}/etc/environment", *(f"--env={name}" for name in sorted(started.variables))]
+    options += [f"--volume={started.folder}:{started.inside}"] if started.folder else []
+    line = [str(started.runtime), "--log-level=error", *options, "--rootfs", started.image, "/bin/sh", "/etc/rc"]
+    return [*line, *started.command], dict(started.variables)
+
+
+PODMAN = Runtime(
+    kinds=("enroot", "docker"),
+    start=_start,
+    host=HostStart(
+        programs=("podman",),
+        variables=("CONTAINERS_", "XDG_", "DBUS_"),
+        ways=(Way("(unpacked)", unpacked=True),),
+        command=_command,
+        splits=":",
+    ),
+)
+PODMAN_HPC = Runtime(kinds=("docker",), start=_start_hpc)
