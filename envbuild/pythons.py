@@ -26,14 +26,13 @@ from envbuild.base.errors import BuildError, HostError
 from envbuild.base.files import parse_json
 from envbuild.base.masking import redact
 from envbuild.base.progress import log, step
-from envbuild.base.unpack import unpack
 from envbuild.cache.http import RequestFailed
 from envbuild.environment import Environment, uv_hint
 from envbuild.interpreter import HostPython, ask_program, minor_of, read_python
 from envbuild.recipe.model import PYTHONS
 from envbuild.site.pip_config import uv_environment
 from envbuild.store.archives import KIND as SOURCES
-from envbuild.store.archives import write_tar
+from envbuild.store.archives import unpack, write_tar
 from envbuild.store.client import Client, SourceAnswer, from_vault, path_of
 from envbuild.store.store import Store
 

@@ -46,8 +46,7 @@ from envbuild.contract.kinds import VENV
 from envbuild.contract.receipt import FAIL
 from envbuild.contract.verification import VerifySettings
 from envbuild.environment import Environment
-from envbuild.layers.trainer import Trainer
-from envbuild.layers.wheel import required_by
+from envbuild.layers.wheel import Trainer, required_by
 from envbuild.layers.wheels import fetch_wheels
 from envbuild.lock.format import Lock
 from envbuild.plan import Plan

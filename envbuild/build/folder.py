@@ -34,14 +34,14 @@ from envbuild.environment import Environment, own_command
 from envbuild.interpreter import HostPython
 from envbuild.layers.requested import RequestedLayers, before_environment, check_here, for_host, requested_layers
 from envbuild.layers.source_job import BuildPython
-from envbuild.layers.trainer import Trainer
+from envbuild.layers.wheel import Trainer
 from envbuild.lock.lifecycle import LockUse
 from envbuild.plan import Plan
 from envbuild.pythons import OfferedPython, choose_python, keep_python, provide_python
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, check_host, host_arch
-from envbuild.verify.survey import folder_gpu_code
+from envbuild.verify.elf_files import folder_gpu_code
 
 
 def prepare_folder(

@@ -36,8 +36,7 @@ from envbuild.layers.bytecode import Compiler, with_bytecode
 from envbuild.layers.compose import alone, environment_part, wheel_parts
 from envbuild.layers.layer_cache import CachedLayer, LayerCache, LayerRequest, M, TarCache, hashed
 from envbuild.layers.requested import RequestedLayers
-from envbuild.layers.trainer import Trainer
-from envbuild.layers.wheel import Scheme, WheelFile, wheel_paths, wheel_record
+from envbuild.layers.wheel import Scheme, Trainer, WheelFile, wheel_paths, wheel_record
 from envbuild.layers.wheels import known_wheels, own_wheels
 from envbuild.lock.image import ImageLock, OciLock
 from envbuild.plan import Plan, state_of

@@ -28,8 +28,7 @@ from envbuild.contract.manifest import Manifest, Stat, is_bytecode, other_code, 
 from envbuild.contract.state import FILE, LAYER_LISTS, BuiltLayer, State, list_path, site_packages
 from envbuild.environment import Environment, uv_hint
 from envbuild.layers.source_files import read_manifest, sha256_of
-from envbuild.layers.trainer import Trainer
-from envbuild.layers.wheel import INSTALLER_NOTES, Scheme, WheelFile, wheel_programs, wheel_record
+from envbuild.layers.wheel import INSTALLER_NOTES, Scheme, Trainer, WheelFile, wheel_programs, wheel_record
 from envbuild.layers.wheels import pinned
 from envbuild.plan import Plan, state_of
 from envbuild.recipe.sources import SourceLayer

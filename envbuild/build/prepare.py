@@ -16,7 +16,7 @@ from envbuild.base.progress import log
 from envbuild.environment import Environment
 from envbuild.layers.project import check_name, collect
 from envbuild.layers.requested import RequestedLayers, bind_to_lock, for_host, other_host
-from envbuild.layers.trainer import Trainer, load_trainer
+from envbuild.layers.wheel import Trainer, load_trainer
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.format import Lock
 from envbuild.lock.lifecycle import LockUse, ensure

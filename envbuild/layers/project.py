@@ -27,8 +27,7 @@ from envbuild.cache.hashed import read_note, write_note
 from envbuild.contract.state import FIXED_TIME
 from envbuild.environment import Environment
 from envbuild.layers.contents import reading
-from envbuild.layers.trainer import NAME
-from envbuild.layers.wheel import required_by
+from envbuild.layers.wheel import TRAINER_NAME, required_by
 from envbuild.plan import Plan
 from envbuild.pythons import provide_python
 from envbuild.recipe.checks import applicable
@@ -283,7 +282,7 @@ def _checked(code: OwnCode, wheel: Path, plan: Plan) -> tuple[str, str]:
 def check_name(plan: Plan, name: str) -> dict[str, str]:
     """Return the other distributions of `plan`, with versions where known; raise RecipeError if one has this `name`."""
     known = {
-        NAME: "",
+        TRAINER_NAME: "",
         **{layer.name: layer.version if layer.locked else "" for layer in plan.sources},
         **{package.name: package.version for package in plan.packages},
     }

@@ -39,8 +39,7 @@ from envbuild.environment import Environment
 from envbuild.gpus import CudaEntry, all_chips, read_gpu_code
 from envbuild.layers.contents import open_member, reading
 from envbuild.layers.project import project_wheel
-from envbuild.layers.trainer import NAME, Trainer
-from envbuild.layers.wheel import WheelFile, recorded_rows, render_record
+from envbuild.layers.wheel import TRAINER_NAME, Trainer, WheelFile, recorded_rows, render_record
 from envbuild.plan import Plan
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import (
@@ -129,7 +128,7 @@ def known_wheels(plan: Plan, environment: Environment, offline: bool) -> list[Wh
 def own_wheels(plan: Plan, trainer: Trainer, environment: Environment, offline: bool) -> list[WheelFile]:
     """Return the wheels of own code, see `locate`."""
     own = environment.store.put("trainer", trainer.digest.partition(":")[2], trainer.file_name, trainer.wheel)
-    last = [_wheel(NAME, trainer.version, own, environment)]
+    last = [_wheel(TRAINER_NAME, trainer.version, own, environment)]
     if (project := project_wheel(plan, environment, offline=offline)) is not None:
         last.append(_wheel(*project, environment))
         check_wheels(Target.parse(plan.target), last)

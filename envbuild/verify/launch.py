@@ -26,7 +26,7 @@ from envbuild.base.progress import Log, step
 from envbuild.contract.verification import VerifySettings
 from envbuild.fabrics import Fabric, fabric_variables, find_fabric, plugin_variables
 from envbuild.jobcheck.diagnose.nccl_log import parse_nccl_log
-from envbuild.layers.trainer import load_trainer
+from envbuild.layers.wheel import load_trainer
 from envbuild.recipe.targets import Accelerator
 from envbuild.runtimes.base import torchrun_word
 from envbuild.site.tables import FabricTable

@@ -20,13 +20,14 @@ from envbuild.contract.installed import HOST
 from envbuild.contract.state import IMAGE, PREFIX, BuiltLayer, State
 from envbuild.gpus import UNREADABLE, Containers, all_chips, gpu_faults, is_judged, library_runs
 from envbuild.image.limits import ImageLimits
-from envbuild.layers.trainer import NAME, load_trainer
+from envbuild.layers.wheel import TRAINER_NAME, load_trainer
 from envbuild.recipe.targets import Target, accelerator_fault, builds_title, survey_builds
+from envbuild.verify.elf_files import folder_gpu_code, scan_elf
 from envbuild.verify.image_file import open_image_file
 from envbuild.verify.launch import run_program
 from envbuild.verify.model import Check, Nodes, Subject, judge, listed, not_tried
 from envbuild.verify.outside import read_squashfs
-from envbuild.verify.survey import Survey, configured_folders, folder_gpu_code, scan_elf
+from envbuild.verify.survey import Survey, configured_folders
 
 _WRONG_FILES = ("altered", "missing", "unowned")
 _KEPT_TEXT = 2000
@@ -92,14 +93,17 @@ def check_trainer(subject: Subject, survey: Survey) -> Check:
 
     This check compares the artifact's RECORD, `installed` compares the files with it.
     """
-    own, installed = load_trainer(), survey.distributions.get(NAME)
+    own, installed = load_trainer(), survey.distributions.get(TRAINER_NAME)
     if installed and installed.version != own.version:
         return not_tried(
-            "trainer", f"the artifact has {NAME} {installed.version}, not {own.version}, which trained here"
+            "trainer", f"the artifact has {TRAINER_NAME} {installed.version}, not {own.version}, which trained here"
         )
     evidence = {"record": installed.record if installed else "", "expected": record_digest(own.entries()[-1][1])}
     same = evidence["record"] == evidence["expected"]
-    seen, expected = f"{NAME} {'is' if same else 'differs from'} envbuild's", f"{NAME} {own.version} of envbuild"
+    seen, expected = (
+        f"{TRAINER_NAME} {'is' if same else 'differs from'} envbuild's",
+        f"{TRAINER_NAME} {own.version} of envbuild",
+    )
     return judge("trainer", same, seen=seen, expected=expected, evidence=evidence)
 
 

@@ -16,10 +16,11 @@ from envbuild.contract.state import State
 from envbuild.contract.verification import VerifySettings
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import load_site
+from envbuild.verify.elf_files import scan_elf
 from envbuild.verify.host import host_nodes
 from envbuild.verify.model import Check, Subject
 from envbuild.verify.run import verify
-from envbuild.verify.survey import Survey, scan_elf
+from envbuild.verify.survey import Survey
 
 from .machine import APART, Context, clean_environment, torch_folder
 

@@ -27,8 +27,7 @@ from envbuild.image.model import (
     parse,
 )
 from envbuild.layers.base import locked_files
-from envbuild.layers.trainer import load_trainer
-from envbuild.layers.wheel import Scheme, wheel_tree
+from envbuild.layers.wheel import Scheme, load_trainer, wheel_tree
 from envbuild.layers.wheels import locate
 from envbuild.recipe.load import load_recipe
 from envbuild.run_environment import load_environment

@@ -29,7 +29,7 @@ from envbuild.contract.conda_meta import read_records
 from envbuild.contract.state import State
 from envbuild.environment import Environment
 from envbuild.layers.conda_package import locate_conda
-from envbuild.layers.trainer import load_trainer
+from envbuild.layers.wheel import load_trainer
 from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.format import Lock
 from envbuild.plan import Plan, make_plan

@@ -40,8 +40,8 @@ from envbuild.recipe.targets import (
     torch_builds,
     torch_index,
 )
+from envbuild.verify.elf_files import scan_elf
 from envbuild.verify.launch import visible_gpus
-from envbuild.verify.survey import scan_elf
 from envbuild.verify.training_checks import _wrong_build
 
 TARGET = Target.parse("rocm6.4-x86_64")

@@ -42,8 +42,8 @@ from envbuild.recipe.load import decode_recipe
 from envbuild.recipe.targets import Target
 from envbuild.site.jobs import NodeTable
 from envbuild.site.settings import Site
+from envbuild.verify.elf_files import folder_gpu_code, scan_elf
 from envbuild.verify.static_checks import check_gpus
-from envbuild.verify.survey import folder_gpu_code, scan_elf
 
 ELF = b"\x7fELF\x02\x01" + bytes(12) + (62).to_bytes(2, "little") + bytes(40)
 GPUS = Path(__file__).parents[2] / "docs/reference/gpus.md"

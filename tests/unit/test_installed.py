@@ -9,7 +9,7 @@ import pytest
 
 from envbuild.base.elf import elf_machine, file_head
 from envbuild.contract.installed import check_files, distributions, names_and_versions
-from envbuild.verify.survey import scan_elf
+from envbuild.verify.elf_files import scan_elf
 
 
 def install(folder: Path, name: str, version: str, files: dict[str, bytes]) -> Path:

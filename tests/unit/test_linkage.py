@@ -21,10 +21,11 @@ from envbuild.contract.installed import HOST, Distribution, FileReport, HostFile
 from envbuild.image.entry import DIR, FILE, SYMLINK
 from envbuild.recipe.targets import Target
 from envbuild.verify import outside
+from envbuild.verify.elf_files import ElfReport, scan_elf
 from envbuild.verify.model import Check
 from envbuild.verify.outside import Clock, read_once
 from envbuild.verify.static_checks import check_linkage
-from envbuild.verify.survey import ElfReport, Linkage, Survey, link, scan_elf, survey, symbol_families
+from envbuild.verify.survey import Linkage, Survey, link, survey, symbol_families
 
 MACHINE = MACHINES[os.uname().machine]
 SITE = "lib/python3.11/site-packages"

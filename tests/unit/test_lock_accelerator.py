@@ -23,8 +23,8 @@ from envbuild.lock.resolve import check_override, nccl_override, own_limits
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import ARCHES, Target, torch_builds
+from envbuild.verify.elf_files import ElfReport, scan_elf
 from envbuild.verify.static_checks import check_accelerator as check_artifact
-from envbuild.verify.survey import ElfReport, scan_elf
 
 
 def packages(*pins: str) -> list[LockedPackage]:

@@ -38,8 +38,9 @@ from envbuild.recipe.sources import HostLayer, LockedPackage, SourceLayer
 from envbuild.recipe.targets import Target
 from envbuild.run_environment import load_environment
 from envbuild.store.store import Store
+from envbuild.verify.elf_files import ElfReport
 from envbuild.verify.static_checks import check_installed
-from envbuild.verify.survey import ElfReport, Survey
+from envbuild.verify.survey import Survey
 
 TARGET = Target.parse("cpu-x86_64")
 SOURCE = SourceLayer("libfoo", "1.0", TARGET.name, "autotools", "", "5" * 64, check=("foo", "--version"))

@@ -17,12 +17,12 @@ from envbuild.base.packages import record_digest
 from envbuild.contract.installed import Distribution, FileReport
 from envbuild.contract.receipt import failures
 from envbuild.contract.verification import VerifySettings
-from envbuild.layers.trainer import load_trainer
-from envbuild.layers.wheel import Scheme, wheel_record
+from envbuild.layers.wheel import Scheme, load_trainer, wheel_record
 from envbuild.verify import launch, static_checks, training_checks
+from envbuild.verify.elf_files import ElfReport
 from envbuild.verify.model import Check, Verdict, not_tried
 from envbuild.verify.probes import cases_of, expected_digest, expected_parameters, make_request
-from envbuild.verify.survey import ElfReport, Survey
+from envbuild.verify.survey import Survey
 
 from .test_judgement import subject_of
 

@@ -8,7 +8,7 @@ import zipfile
 
 from packaging.utils import parse_wheel_filename
 
-from envbuild.layers.trainer import Trainer, load_trainer
+from envbuild.layers.wheel import Trainer, load_trainer
 
 
 def test_the_wheel_is_the_same_each_time_and_follows_its_files() -> None:

@@ -24,8 +24,9 @@ from envbuild.contract.verification import ExpectTable, VerifySettings, parse_se
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.targets import Target
 from envbuild.run_environment import load_environment
+from envbuild.verify.elf_files import ElfReport
 from envbuild.verify.launch import Outcome, TrainingJob
-from envbuild.verify.survey import ElfReport, Survey
+from envbuild.verify.survey import Survey
 from envbuild.verify.user_code import check_imports, judge_command, metric_values, modules_to_import
 
 JOB = TrainingJob("command", (), 2, 2, 60.0, program=("python", "t.py"), named=True)
