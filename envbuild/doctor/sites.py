@@ -32,7 +32,7 @@ from envbuild.jobs.schedulers.base import HostFacts, Queue
 from envbuild.runtimes import RUNTIMES, of_sites
 from envbuild.site.jobs import value_problem
 from envbuild.site.settings import Site, load_site
-from envbuild.store.remote import cache_of, open_remote
+from envbuild.store.remote import cache_of, open_remote, open_vault
 from envbuild.verify.model import check_texts
 
 _MODULES_S = 8.0
@@ -65,7 +65,8 @@ def check_site(
         HostProbe("site", "[fabric]", lambda _: _interface(site)),
         HostProbe("site", "[mirrors]", partial(_mirrors, site)),
         HostProbe("site", "[trust]", lambda _: _trust(site)),
-        HostProbe("site", "cache", partial(_cache, site)),
+        HostProbe("site", "cache", partial(_cache, site, "cache")),
+        HostProbe("site", "vault", partial(_cache, site, "vault")),
     ]
     results = run_checks(checks, Host(variables, environment, offline=offline), _DEADLINE_S)
     return [*findings, *(finding for _, findings in results for finding in findings)]
@@ -88,21 +89,23 @@ def _trust(site: Site) -> Iterator[HostFinding]:
         yield HostFinding("[trust]", "warn", "has no effect without signers", "name files of public keys in signers")
 
 
-def _cache(site: Site, host: Host) -> Iterator[HostFinding]:
-    url, mode = cache_of(site, host.variables)
+def _cache(site: Site, key: str, host: Host) -> Iterator[HostFinding]:
+    """Judge the team's cache, or its vault: `key` in the site file."""
+    url, mode = cache_of(site, host.variables, key)
     if not url:
         return
     if host.offline or host.environment is None:
-        yield HostFinding("cache", "info", f"{url}: not asked" + (" (--offline)" if host.offline else ""))
+        yield HostFinding(key, "info", f"{url}: not asked" + (" (--offline)" if host.offline else ""))
         return
     try:
-        remote = open_remote(site, host.environment.pip, host.variables, host.environment.store)
-        assert remote is not None
-        count = len(remote.registry.tags())
-        yield HostFinding("cache", "ok", f"{url} ({mode}): {count} entries")
+        if key == "vault" and (vault := open_vault(site, host.environment.pip, host.variables)):
+            count = f"{len(vault.locks())} locks"
+        elif remote := open_remote(site, host.environment.pip, host.variables, host.environment.store):
+            count = f"{len(remote.registry.tags())} entries"
+        yield HostFinding(key, "ok", f"{url} ({mode}): {count}")
     except EnvbuildError as error:
-        hint = error.hint or "builds go on without it; see docs/howto/cache.md"
-        yield HostFinding("cache", "warn", f"{url}: {error.message}", hint)
+        hint = error.hint or f"builds go on without it; see docs/howto/{key}.md"
+        yield HostFinding(key, "warn", f"{url}: {error.message}", hint)
 
 
 def _modules(site: Site, host: Host) -> Iterator[HostFinding]:
@@ -245,17 +248,8 @@ def _mirrors(site: Site, host: Host) -> Iterator[HostFinding]:
 
 _WAIT_S = 8.0
 # The caller's variables that nodes need for network access.
-_VARIABLES = (
-    "http_proxy",
-    "https_proxy",
-    "no_proxy",
-    "HTTP_PROXY",
-    "HTTPS_PROXY",
-    "NO_PROXY",
-    "SSL_CERT_FILE",
-    "REQUESTS_CA_BUNDLE",
-    "CURL_CA_BUNDLE",
-)
+_VARIABLES = ["http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"]
+_VARIABLES += ["SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"]
 _SHARED = ("/fsx", "/lustre", "/scratch", "/gpfs", "/work", "/shared", "/projects", "/nfs", "/home")
 _LINE = 48
 

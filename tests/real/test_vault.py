@@ -105,6 +105,8 @@ def test_a_host_without_an_index_builds_what_another_kept(team: Team, server: la
     }
     assert shown["bytes"] < 0.6 * sum(row["bytes"] for row in shown["locks"])
     assert all(row["kept"].endswith("T00:00:00Z") for row in shown["locks"])
+    told = team.node("third")("site", "check", "--json").stdout
+    assert "/vault (read): 4 locks" in told, told
 
 
 def test_what_upstream_has_lost_is_named_of_recipes_and_of_the_locks_in_the_vault(team: Team) -> None:
