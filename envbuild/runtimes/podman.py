@@ -4,8 +4,8 @@ A job's container is a child of conmon, which leaves the tree of the job's proce
 ends the container and removes its folder when the job's script ends, also by SIGKILL; where Slurm kills that process,
 too (proctrack/cgroup), the next job of the user removes the folder.
 
-Sources: podman-run(1), podman-wait(1) of podman 4.3 and 5.4; conmon's main.c (signals); NVIDIA, Container Device
-Interface (`--device nvidia.com/gpu=all`); NERSC/podman-hpc.
+Sources: podman 4.3.1 (options, in tests); conmon, src/ctr_exit.c, which passes SIGTERM on; NVIDIA, Container Device
+Interface (`--device nvidia.com/gpu=all`); NERSC/podman-hpc 1.1.4.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from envbuild.runtimes.base import PRIVATE, HostProgram, HostStart, NodeContaine
 
 # The job alone uses this storage: nothing of it is shared with the user's other containers.
 _COMMAND = (
-    'podman --log-level=error --root "$job/storage" --runroot "$job/run" --tmpdir "$job/tmp" \\\n'
+    'podman --log-level=error --root "$disk/storage" --runroot "$job/run" --tmpdir "$job/tmp" \\\n'
     "        --cgroup-manager=cgroupfs --events-backend=none"
 )
 _CLEAN = r"""# clean FOLDER [wait]: ends a job's container and removes its folder; with `wait`, after the job's script.
@@ -27,23 +27,26 @@ job=$1 XDG_RUNTIME_DIR=$1
 export XDG_RUNTIME_DIR
 [ -z "${2-}" ] || cat "$job/alive" >/dev/null
 [ -d "$job" ] || exit 0
+read -r disk <"$job/disk"
 podman() {
     command @COMMAND@ "$@"
 }
 podman kill --all --signal URG # ddp_train.launch tells the ranks to save their state
 podman stop --all --time 20
 podman rm --all --force
-podman unshare rm -rf "$job/storage"
+podman unshare rm -rf "$disk/storage"
 kill "$(cat "$job/tmp/pause.pid")" # it holds podman's user namespace
-for tool in fusermount3 fusermount; do "$tool" -u "$job/image" && break; done
-rm -rf "$job"
+for tool in fusermount3 fusermount; do "$tool" -u "$disk/image" && break; done
+rm -rf "$disk" "$job"
 """
-_NODE = r"""@PRIVATE@# podman's storage and sockets are in a folder of this job's. The job holds its lock.
-state=@STATE@/envbuild-podman-$(id -u)
+_NODE = r"""@PRIVATE@# podman's storage and sockets are in folders of this job's. The job holds their lock.
+state=/tmp/envbuild-podman-$(id -u) # podman takes no path of sockets with more than 50 characters
 private "$state"
 exec 8>"$state/lock"
 flock 8
 job=$(mktemp -d "$state/XXXXXX")
+disk=@DISK@
+echo "$disk" >"$job/disk"
 cat >"$job/clean" <<'CLEAN'
 @CLEAN@CLEAN
 for old in "$state"/*/; do # of jobs that were killed: nobody holds the lock
@@ -74,12 +77,12 @@ read -r code <"$job/code" || code=1
 sh "$job/clean" "$job" >/dev/null 2>&1 || true
 exit "$code"
 """
-_MOUNTED = r"""@SET@mkdir "$job/image"
+_MOUNTED = r"""@SET@mkdir "$disk/image"
 # squashfuse inherits that SIGTERM is ignored, so the image stays readable while ranks save their state.
 (
     trap '' TERM
-    exec squashfuse -o "uid=$(id -u),gid=$(id -g)" "$image" "$job/image" 7>&- 9>&-
-) 2>/dev/null || unsquashfs -quiet -no-progress -no-xattrs -force -dest "$job/image" "$image" >/dev/null ||
+    exec squashfuse -o "uid=$(id -u),gid=$(id -g)" "$image" "$disk/image" 7>&- 9>&-
+) 2>/dev/null || unsquashfs -quiet -no-progress -no-xattrs -force -dest "$disk/image" "$image" >/dev/null ||
     stop "cannot open $image: this node needs squashfuse with /dev/fuse, or unsquashfs"
 """
 _PULLED = r"""image=$(podman pull --quiet @IMAGE@) || stop 'podman cannot pull '@NAME@', see above'
@@ -148,12 +151,13 @@ def _start(container: NodeContainer, program: str) -> str:
         image = '"$image"'
     else:
         opened = fill(_MOUNTED, set="" if container.staged else f"image={container.image}\n")
-        image = '--rootfs "$job/image:O" /bin/sh /etc/rc'
-        how.append('--env-file="$job/image/etc/environment"')
+        image = '--rootfs "$disk/image:O" /bin/sh /etc/rc'
+        how.append('--env-file="$disk/image/etc/environment"')
+    scratch = container.scratch and path_word(container.scratch, "[paths] scratch")
     return fill(
         _NODE,
         private=fill(PRIVATE, name="podman"),
-        state=path_word(container.scratch, "[paths] scratch") if container.scratch else "/tmp",
+        disk=f'$(mktemp -d {scratch}/envbuild-podman-"$(id -u)"-XXXXXX)' if container.scratch else "$job",
         clean=fill(_CLEAN, command=_COMMAND),
         command=_COMMAND,
         open=f"{_variables()}{opened}",

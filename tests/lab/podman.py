@@ -11,13 +11,14 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-PROGRAMS = ("podman", "crun", "newuidmap", "squashfuse", "skopeo", "docker-registry")
+PROGRAMS = ("podman", "crun", "newuidmap", "fusermount3", "squashfuse", "skopeo", "docker-registry")
 
 
 def missing() -> str | None:
     """Why podman cannot run as a user in the lab; None when it can."""
     absent = [program for program in PROGRAMS if shutil.which(program) is None]
-    return f"not installed: {', '.join(absent)} (Debian: podman, crun, uidmap, squashfuse, skopeo)" if absent else None
+    packages = "podman, crun, uidmap, fuse3, squashfuse, skopeo, docker-registry"
+    return f"not installed: {', '.join(absent)} (Debian: {packages})" if absent else None
 
 
 def write_layout(tree: Path, folder: Path, variables: dict[str, str]) -> str:

@@ -201,7 +201,7 @@ def test_a_kind_of_image_file_is_written_started_and_judged(
     paged = image_file.ImageFormat("paged", lambda head: head.startswith(b"PAGED"), lambda _, __: len(PAGE))
     monkeypatch.setitem(image_file.FORMATS, "paged", paged)
     monkeypatch.setitem(squash_files.WRITERS, "paged", write_paged)
-    host = HostStart(("toyrun",), ("TOY_",), toyrun, ways=(Way(unpacked=True),))
+    host = HostStart(("toyrun",), ("TOY_",), toyrun, kinds=("toy",), ways=(Way(unpacked=True),))
     runtime = Runtime(kinds=("toy",), host=host)
     monkeypatch.setitem(runtimes.RUNTIMES, "toyrun", runtime)  # type: ignore[attr-defined]
     rows = ["contract/kinds.py", "verify/image_file.py", "build/squash_files.py", "runtimes/__init__.py"]

@@ -24,6 +24,7 @@ from .conftest import REPOSITORY, remove
 
 USERS = ("ann", "bob")
 SITE = '[stage]\ndir = "/tmp"\n\n[container]\nruntime = "podman"\n'
+SCRATCH = "/tmp/of-a-job-whose-folder-has-a-name-so-long-that-podman-refuses-sockets"
 LONG = ("8", "1", "--dataset_size", "4000")
 AWKWARD = ['it\'s "q"', "$HOME `id` \\", "*", "", "--flag=a b", "naïve\ttab", "a$$b ${local_rank}"]
 TARGET = f"cpu-{host_arch()}"
@@ -49,7 +50,7 @@ class Rootless:
         variables = {"HOME": str(home), "USER": user, "LOGNAME": user, "OF_HOST": "host", "CUDA_HOME": "/of/the/host"}
         return self.jobs.cluster.sbatch(script, f"--uid={user}", f"--gid={user}", env=variables)
 
-    def single(self, user: str, text: str, *arguments: str, image: str | Path = "", nodes: str = "") -> int:
+    def single(self, user: str, text: str, *arguments: str, image: str | Path = "") -> int:
         """Submit one process of the small image, which runs the script `text`."""
         script = Path(tempfile.mkdtemp(dir=self.jobs.cluster.shared)) / "script.py"
         script.write_text(text)
@@ -59,9 +60,8 @@ class Rootless:
 
     def nothing_left(self) -> None:
         """Assert that the nodes have no process, no mount and no folder of the users' containers."""
-        there = (
-            f"ps -o pid=,args= -u {','.join(USERS)}; grep fuse[.] /proc/self/mounts; ls -d /tmp/envbuild-podman-*/*/"
-        )
+        there = f"ps -o pid=,args= -u {','.join(USERS)}; grep fuse[.] /proc/self/mounts; "
+        there += f"ls -d /tmp/envbuild-podman-*/*/ {SCRATCH}/*"
         nodes, left, deadline = self.jobs.cluster.nodes, "first", time.monotonic() + 20
         while left and time.monotonic() < deadline:
             left = "".join(self.jobs.cluster.run(["sh", "-c", there], on=node).stdout for node in nodes)
@@ -144,10 +144,15 @@ def judge(found: dict[str, Any]) -> None:
 
 
 def test_two_users_get_their_arguments_and_the_images_variables(rootless: Rootless) -> None:
-    """At the same time. A .sqsh, and an OCI layout whose digest podman compares."""
+    """At the same time, on a scratch disk. A .sqsh, and an OCI layout whose digest podman compares."""
+    jobs = rootless.jobs
+    for node in jobs.cluster.nodes:
+        jobs.cluster.run(["mkdir", "--mode=1777", SCRATCH], on=node, check=True)
+    jobs.site.write_text(jobs.site.read_text().replace("[paths]\n", f'[paths]\nscratch = "{SCRATCH}"\n'))
     small = rootless.single("ann", _SEEN, *AWKWARD)
     layout = rootless.single("bob", _SEEN, *AWKWARD, image=rootless.layout)
     other = rootless.single("bob", _SEEN, image=f"{rootless.layout.partition('@')[0]}@sha256:{'0' * 64}")
+    jobs.write_site(SITE)
     for job, user in ((small, "ann"), (layout, "bob")):
         found, ended = seen(rootless, job, user)
         judge(found)
