@@ -26,7 +26,7 @@ from lab.wheels import make_recipe
 
 from envbuild.lock.format import parse
 
-from .conftest import QUICK, REPOSITORY, Command
+from .conftest import FILES_ONLY, REPOSITORY, Command
 
 BASE = "lab-base:1"
 # What Dockerfile.gpu installs where it is missing, here by hand: no archive of Debian can be reached in the
@@ -153,7 +153,10 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]
 
 @pytest.fixture(scope="module")
 def checkout(index: tuple[str, Path], session_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what the Dockerfiles read, with pt_cpu's verification shortened, and a recipe with source layers."""
+    """A copy of what the Dockerfiles read, and a recipe with source layers.
+
+    pt_cpu's verification checks files and imports: the test trains in the image.
+    """
     address, folder = index
     context = tmp_path_factory.mktemp("checkout")
     without = shutil.ignore_patterns("__pycache__")
@@ -162,7 +165,7 @@ def checkout(index: tuple[str, Path], session_store: Path, tmp_path_factory: pyt
     for name in (".dockerignore", "Dockerfile.cpu", "Dockerfile.gpu", "LICENSE", "README.md", "pyproject.toml"):
         shutil.copy(REPOSITORY / name, context / name)
     with (context / "recipes/pt_cpu/recipe.toml").open("a") as recipe:
-        recipe.write(QUICK)
+        recipe.write(FILES_ONLY)
     # Without torch, and with two layers from source, the second built with the first.
     greet, caller = (sources.pack(name, folder / "files") for name in ("greet", "caller"))
     layers = LAYERS.format(index=f"https://{address}", greet=greet, caller=caller)

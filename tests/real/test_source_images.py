@@ -28,6 +28,7 @@ from envbuild.verify.image_runtime import runtime_for
 from .conftest import NO_DAEMON, Command, keep_layer, link_tree, tiny_site, use_base_of_pt_minimal
 from .test_conda import conda_recipe, site
 from .test_docker import docker
+from .test_dockerfile import PACKAGES
 
 ARCH = host_arch()
 OTHER = {"x86_64": "aarch64", "aarch64": "x86_64"}[ARCH]
@@ -252,8 +253,9 @@ def test_a_base_without_compilers_is_refused_and_one_with_them_is_taken(small: C
         assert done.returncode == 2, done.stderr
         assert "recipe.toml:5:" in done.stderr and "`build_base`" in done.stderr
     assert sorted(tmp_path.rglob("*")) == before, "something was written"
-    # Such an image here: the builder of Debian packages, as an image of its own.
-    make_recipe(tmp_path / "recipes", "devel", [], extra='[image]\npackages = ["gcc", "libc6-dev", "make"]')
+    # Such an image here: the builder of Debian packages, as an image of its own. Its packages are those of the base in
+    # test_dockerfile.py, so that the store has the layer already.
+    make_recipe(tmp_path / "recipes", "devel", [], extra=f"[image]\npackages = {json.dumps(PACKAGES)}")
     devel = ["docker", "devel", "--target", f"cpu-{ARCH}", "--no-verify", "--out", "oci:devel"]
     small.json(*devel)
     recipe(tmp_path, archive, base + 'build_base = "oci:../../devel"\n')
