@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import recipe_python
+from disk import spread
 from hypothesis import HealthCheck, settings
 
 from envbuild import data
@@ -48,6 +49,12 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _folders_far_apart(tmp_path_factory: pytest.TempPathFactory) -> None:
+    base = tmp_path_factory.getbasetemp()
+    spread(base, *([base.parent] if "PYTEST_XDIST_WORKER" in os.environ else []))
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 import recipe_python
+from disk import spread
 from docker import DockerClient
 from lab import apptainer
 from lab import conda_channel as lab_conda
@@ -128,8 +129,11 @@ class Command:
         return loaded
 
 
-def remove(folder: Path) -> None:
-    """Remove a folder of a test, but nothing that the test left mounted in it."""
+def clear(folder: Path) -> None:
+    """Remove what is in a folder of a test, but nothing that the test left mounted there.
+
+    The empty folder stays: ext4 puts the next test's where the fewest folders are, far from the removed files.
+    """
     mounted = re.findall(
         rf"^(?:\S+ ){{4}}({re.escape(str(folder))}/\S+)", Path("/proc/self/mountinfo").read_text(), re.M
     )
@@ -137,27 +141,31 @@ def remove(folder: Path) -> None:
         # A space is \040 there.
         place = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), place)
         subprocess.run(["umount", "--lazy", place], check=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    for path in folder.iterdir():
+        shutil.rmtree(path, ignore_errors=True)  # but no file, and no link
+        with suppress(OSError):
+            path.unlink()
 
 
 @pytest.fixture
 def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """pytest's own, which goes at once when the test passed: those of all tests are 40 GB."""
+    """pytest's own, which is emptied at once when the test passed: those of all tests are 40 GB."""
     failed = request.session.testsfailed
     yield tmp_path
-    if request.session.testsfailed == failed:
-        remove(tmp_path)
+    if request.session.testsfailed == failed and tmp_path.exists():
+        clear(tmp_path)
+        tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}~"))  # else pytest removes it
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _module_folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Remove the folders that fixtures of a module made, when its tests passed."""
+    """Clear the folders that fixtures of a module made, when its tests passed."""
     failed, root = request.session.testsfailed, tmp_path_factory.getbasetemp()
     before = set(root.iterdir())
     yield
     if request.session.testsfailed == failed:
         for path in set(root.iterdir()) - before - {root / "session"}:
-            path.unlink() if path.is_symlink() or path.is_file() else remove(path)
+            path.unlink() if path.is_symlink() or path.is_file() else clear(path)
 
 
 def session_root(factory: pytest.TempPathFactory) -> Path:
@@ -384,7 +392,10 @@ def _dockerd(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterat
     reason = missing()
     if reason is not None:
         pytest.skip(reason)
-    with dockerd(session_root(tmp_path_factory) / f"dockerd-{worker_id}", wait=False) as lab:
+    folder = session_root(tmp_path_factory) / f"dockerd-{worker_id}"
+    (layers := folder / "data/overlay2").mkdir(parents=True, exist_ok=True)
+    spread(layers)
+    with dockerd(folder, wait=False) as lab:
         daemon = _Daemon(lab)
         yield daemon
         if daemon.removal:
