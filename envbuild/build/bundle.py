@@ -146,7 +146,9 @@ def keep_plan(
     plan, store = locked[0], environment.store
     files = plan_files(loaded, locked, environment, offline=offline)
     size, sent = keep_inputs(vault, plan.lock_digest, files, store)
-    if plan.artifact == VENV.name and (packed := pack_python(plan.python, environment)):
+    kind = ARTIFACTS.get(plan.artifact)  # an image and a conda environment have Pythons of their own
+    own = not isinstance(kind, FolderArtifact) or kind.of_conda
+    if not own and (packed := pack_python(plan.python, environment)):
         build, archive = packed
         place = {f"{SOURCES}/{archive.parent.name}/{archive.name}": archive}
         more = keep_inputs(vault, build, place, store, "python")
