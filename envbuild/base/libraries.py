@@ -145,12 +145,12 @@ class Process:
         self._load_needed(before)
         return root is not None
 
-    def load(self, name: str, by: str = "") -> LoadFault | None:
-        """Load the library `name`, a path or a name, as dlopen does for the library at `by`; return the first fault."""
+    def load(self, name: str) -> LoadFault | None:
+        """Load the library `name`, a path or a name, as dlopen does; return the first fault."""
         before = len(self.mapped)
-        root = self._map(name, next((m for m in self.mapped if m.path == by), None))
+        root = self._map(name, None)
         if root is None:
-            return LoadFault(by, "absent", name)
+            return LoadFault("", "absent", name)
         fault = self._load_needed(before) or self._check_versions(before) or self._bind(root, before)
         if fault:
             del self.mapped[before:]

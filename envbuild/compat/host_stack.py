@@ -19,14 +19,14 @@ from envbuild.compat.rows import LOOK_IT_UP, CompatFinding, finding, load_rows, 
 from envbuild.site.jobs import HostStackTable
 
 FORMAT = 1
-# Libraries by the roles that they have in a stack, by the names of their files.
-PLUGIN = re.compile(r"lib(?:nccl|rccl)-net[\w.-]*\.so")
 _FABRIC, _DRIVER = "libfabric.so.1", "libcuda.so.1"
+_OF_DRIVER = re.compile("lib(?:cuda|nvidia)")
+_PLUGIN = re.compile(r"/lib(?:nccl|rccl)-net[\w-]*\.so\Z")
 _MPI = re.compile(r"libmpi[\w.-]*\.so\.\d+")
 _TORCH = re.compile(r"/site-packages/torch/lib/libtorch_(?:cuda|hip|python)\.so\Z")
-_NCCL = re.compile(r"/lib(?:nccl|rccl)\.so\.\d+\Z")
 _API = re.compile(r"ncclNet(?:Plugin)?_v(\d+)")
-_VERSIONED = re.compile(
+# Where an artifact says the version of its NCCL: the file of a source layer, a wheel, a conda package.
+_NCCL = re.compile(
     r"/libnccl\.so\.(\d+\.\d+\.\d+)\Z|/nvidia_nccl_cu\d+-([\d.]+)\.dist-info/|/conda-meta/nccl-([\d.]+)-"
 )
 _VERSION = re.compile(r"(.+)_([0-9]+(?:\.[0-9]+)*)")
@@ -87,102 +87,83 @@ class _Meeting:
     """The libraries of both sides, as a rank finds them."""
 
     def __init__(self, table: HostStackTable, host: HostInventory, artifact: ArtifactLibraries) -> None:
-        self.table, self.host, self.artifact = table, host, artifact
-        self.places = (*table.injected, *filter(None, [table.driver]))
-        self.folders = [*artifact.folders] if artifact.isolated else [*host.folders]
-        self.folders += [table.driver] if table.driver else []
-        self.library_path = [*table.library_path(isolated=artifact.isolated), *artifact.library_path]
-        self.torch = sorted(path for path in artifact.paths if _TORCH.search(path))
-        self.nccl = next((path for path in sorted(artifact.paths) if _NCCL.search(path)), "")
+        self.table, self.host, self.artifact, self.paths = table, host, artifact, sorted(artifact.paths)
+        self.folders = [*(artifact.folders if artifact.isolated else host.folders), *filter(None, [table.driver])]
+        self.own_folders = table.library_path(isolated=artifact.isolated)
 
     def of_host(self, path: str) -> bool:
-        """Return whether a rank finds the node's file at `path`."""
-        if self.artifact.isolated:
-            return any(path == place or path.startswith(f"{place}/") for place in self.places)
-        return not path.startswith(f"{self.artifact.root}/")
+        """Return whether a rank finds the node's file at `path`; runtimes mount single files of the driver."""
+        if not self.artifact.isolated:
+            return not path.startswith(f"{self.artifact.root}/")
+        folder, name = posixpath.split(path)
+        of_driver = folder == self.table.driver and _OF_DRIVER.match(name)
+        return bool(of_driver) or any(f"{path}/".startswith(f"{place}/") for place in self.table.injected)
 
     def find(self, path: str) -> Library | None:
         return self.host.find(path) if self.of_host(path) else self.artifact.find(path)
 
-    def loaded(self, name: str, by: str = "") -> tuple[Process, LoadFault | None]:
-        """Return the process of a rank that loaded torch, then `name`, and the fault of the latter."""
-        artifact = self.artifact
-        process = Process(self.find, artifact.machine, self.library_path, self.folders, artifact.program)
-        for path in self.torch:
-            process.assume(path)
-        return process, process.load(name, by)
-
     def plugin(self) -> Iterator[CompatFinding]:
-        own = sorted(
-            p for p in self.artifact.paths if PLUGIN.fullmatch(posixpath.basename(p)) and self.artifact.find(p)
-        )
-        path = (self.table.mode == "inject" and self.table.nccl_plugin) or next(iter(own), "")
-        if not path:
-            return
-        process, fault = self.loaded(path, self.nccl)
-        yield self._finding("plugin", path, process, fault, _FABRIC)
-        library = self.find(path)
-        if library and not fault:
-            yield self._api(path, library)
+        own = (path for path in self.paths if _PLUGIN.search(path) and self.artifact.find(path))
+        path = (self.table.injected and self.table.nccl_plugin) or next(own, "")
+        if path:
+            yield self._loaded("plugin", path, _FABRIC)
+            library = self.find(path)
+            yield from [self._api(path, library)] if library else []
 
     def _api(self, path: str, library: Library) -> CompatFinding:
         """Return whether NCCL and the plugin at `path` have a net API in common."""
         apis = {int(match[1]) for match in map(_API.match, library.given) if match}
-        version = next(
-            (v for p in sorted(self.artifact.paths) if (m := _VERSIONED.search(p)) for v in m.groups() if v), ""
-        )
-        row, name = row_of(load_rows().nccl, version) if version else None, posixpath.basename(path)
-        has = f"{name} has net API {', '.join(f'v{api}' for api in sorted(apis)) or 'none'}"
+        versions = (version for match in map(_NCCL.search, self.paths) if match for version in match.groups())
+        version = next(filter(None, versions), "")
+        row = row_of(load_rows().nccl, version) if version else None
+        has = f"{posixpath.basename(path)} has net API {', '.join(f'v{api}' for api in sorted(apis)) or 'none'}"
         if row is None:
             text = f"{has}; which NCCL opens it, or what it speaks, is not known"
             return finding("unknown", "plugin", text, LOOK_IT_UP)
-        both = apis & {*row.apis}
-        if both:
+        if both := apis & {*row.apis}:
             return finding("good", "plugin", f"{has}, NCCL {version} takes v{max(both)}", by=row)
         text = f"{has}, and NCCL {version} takes v{min(row.apis)} to v{max(row.apis)}: it falls back to sockets"
         return finding("bad", "plugin", text, "take a plugin for this NCCL, or another NCCL", by=row)
 
     def fabric(self) -> Iterator[CompatFinding]:
-        process, fault = self.loaded(_FABRIC)
-        if fault and fault.kind == "absent" and fault.name == _FABRIC and not self.table.injected:
-            return
-        yield self._finding("libfabric", _FABRIC, process, fault, _FABRIC)
+        if (self.table.injected and self.table.libfabric) or self._process().load(_FABRIC) is None:
+            yield self._loaded("libfabric", _FABRIC, _FABRIC)
 
     def mpi(self) -> Iterator[CompatFinding]:
-        users = []
-        for path in sorted(self.artifact.paths):
-            library = self.artifact.find(path) if ".so" in posixpath.basename(path) else None
-            if library and any(map(_MPI.fullmatch, library.needed)):
-                users.append(path)
-        findings = []
-        for path in users:
-            process, fault = self.loaded(path)
-            library = self.artifact.find(path)
-            name = next(filter(_MPI.fullmatch, library.needed)) if library else ""
-            findings.append(self._finding("MPI", path, process, fault, name))
-        if bad := [row for row in findings if row.status != "good"]:
-            yield bad[0]
-        else:
-            yield from findings[:1]
-        if not users and self.table.mpi and self.table.injected:
+        named = ((path, self.artifact.find(path)) for path in self.paths if ".so" in posixpath.basename(path))
+        users = ((path, name) for path, library in named if library for name in filter(_MPI.fullmatch, library.needed))
+        findings = [self._loaded("MPI", *user) for user in dict(users).items()]
+        yield from sorted(findings, key=lambda row: row.status != "bad")[:1]
+        if not findings and self.table.injected and self.table.mpi:
             yield finding("note", "MPI", f"nothing in the artifact is linked with MPI: {self.table.mpi} is not loaded")
 
     def driver(self) -> Iterator[CompatFinding]:
         if self.table.driver:
-            process, fault = self.loaded(f"{self.table.driver}/{_DRIVER}")
-            yield self._finding("driver", _DRIVER, process, fault, _DRIVER)
+            yield self._loaded("driver", _DRIVER, _DRIVER)
 
-    def _finding(
-        self, subject: str, name: str, process: Process, fault: LoadFault | None, wanted: str
-    ) -> CompatFinding:
-        """Return the finding about `name`, which was loaded, and the library `wanted` in its process."""
-        if fault:
+    def _process(self) -> Process:
+        """Return the process of a rank that has loaded torch."""
+        artifact, path = self.artifact, [*self.own_folders, *self.artifact.library_path]
+        process = Process(self.find, artifact.machine, path, self.folders, artifact.program)
+        for library in filter(_TORCH.search, self.paths):
+            process.assume(library)
+        return process
+
+    def _loaded(self, subject: str, name: str, wanted: str) -> CompatFinding:
+        """Return the finding about `name`, which a rank loads, and about the library `wanted`, which it needs."""
+        process = self._process()
+        if fault := process.load(name):
             return finding("bad", subject, *self._told(fault))
         path, title = process.loaded(wanted), self._shown(name) if "/" in name else name
         if not path:
             return finding("note", subject, f"{title} can be loaded; it does not load {wanted}")
-        verb = "is" if name == wanted else f"loads {wanted}:"
-        return finding("good", subject, f"{title} {verb} {self._shown(path)}")
+        text = f"{title} {'is' if name == wanted else f'loads {wanted}:'} {self._shown(path)}"
+        theirs = [folder for folder in self.own_folders if self.host.find(f"{folder}/{wanted}")]
+        if theirs and not self.of_host(path):
+            text += f", not that in the nodes' {theirs[0]}"
+            fix = f'leave {wanted} out of the artifact, or set mode = "image" in [host_stack]'
+            return finding("bad", subject, text, fix)
+        return finding("good", subject, text)
 
     def _shown(self, path: str) -> str:
         """Return a path and whose it is."""

@@ -63,6 +63,7 @@ def check_site(
         HostProbe("site", "[paths]", partial(_paths, site)),
         HostProbe("site", "[container]", partial(_container, site)),
         HostProbe("site", "[fabric]", lambda _: _interface(site)),
+        HostProbe("site", "[host_stack]", partial(_places, site)),
         HostProbe("site", "[mirrors]", partial(_mirrors, site)),
         HostProbe("site", "[trust]", lambda _: _trust(site)),
         HostProbe("site", "cache", partial(_cache, site, "cache")),
@@ -430,6 +431,13 @@ _VENDORS = {
     "mpi": ("opt/cray/pe/mpich/*/ofi/gnu/*/lib/libmpi*.so.*", "opt/amazon/openmpi*/lib*/libmpi.so.*"),
     "driver": ("usr/lib64/libcuda.so.1", f"usr/lib/{platform.machine()}-linux-gnu/libcuda.so.1"),
 }
+
+
+def _places(site: Site, host: Host) -> Iterator[HostFinding]:
+    for place in site.host_stack.places:
+        if not os.path.exists(place):
+            hint = "correct the path; nodes of another kind need a site file of their own"
+            yield missing("[host_stack]", f"{place} does not exist", on_site(site, host.variables), hint)
 
 
 def _host_stack(host: Host) -> Iterator[str]:

@@ -344,6 +344,14 @@ class ContainerTable:
 _place_problem = form(
     r"(/[^:,\s]*[^:,\s/])?", "is not an absolute path without spaces, colons, commas and / at its end"
 )
+# Mounted over an image's own, they would take its C library away.
+_system_problem = form(
+    r"(?!(/usr)?(/lib(64)?(/[a-z0-9_]+-linux-gnu)?)?\Z).*|", "is a folder of the system: name single files in `more`"
+)
+
+
+def _mounted_problem(text: str) -> str | None:
+    return _place_problem(text) or _system_problem(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,13 +362,13 @@ class HostStackTable:
         "image", "image: ranks use the artifact's own libraries; inject: those of the nodes, named here."
     )
     libfabric: str = key(
-        "", "Folder of libfabric.so.1.", check=_place_problem, example="/opt/cray/libfabric/1.22.0/lib64"
+        "", "Folder of libfabric.so.1.", check=_mounted_problem, example="/opt/cray/libfabric/1.22.0/lib64"
     )
     nccl_plugin: str = key(
-        "", "File of NCCL's network plugin.", check=_place_problem, example="/opt/aws-ofi-nccl/lib/libnccl-net.so"
+        "", "File of NCCL's network plugin.", check=_mounted_problem, example="/opt/aws-ofi-nccl/lib/libnccl-net.so"
     )
     mpi: str = key(
-        "", "Folder of libmpi.so.*.", check=_place_problem, example="/opt/cray/pe/mpich/8.1.32/ofi/gnu/12.3/lib"
+        "", "Folder of libmpi.so.*.", check=_mounted_problem, example="/opt/cray/pe/mpich/8.1.32/ofi/gnu/12.3/lib"
     )
     driver: str = key(
         "",
@@ -371,7 +379,7 @@ class HostStackTable:
     more: tuple[str, ...] = key(
         (),
         "Files and folders that these load besides, such as /usr/lib64/libcxi.so.1.",
-        check=_place_problem,
+        check=_mounted_problem,
     )
     inventory: str = key(
         "", "File with the nodes' libraries, for `envbuild check`. Default: SITE.stack.json beside this file."

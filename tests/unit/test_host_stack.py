@@ -343,6 +343,26 @@ def site_file(tmp_path: Path, text: str) -> Path:
     return tmp_path / "s.toml"
 
 
+def test_what_an_environment_loads_before_the_nodes_libraries_does_not_fit() -> None:
+    """A plugin with an RPATH takes the artifact's own libfabric, whatever LD_LIBRARY_PATH says."""
+    plugin = replace(library("", "libfabric.so.1"), runpath="$ORIGIN", inherited=True)
+    own = {"/opt/env/lib/libnccl-net.so": plugin, "/opt/env/lib/libfabric.so.1": library("libfabric.so.1")}
+    one = found(TABLE, image(own), "plugin")
+    assert one.status == "bad" and "the artifact's lib/libfabric.so.1, not that in the nodes' /opt/fab" in one.text
+    own["/opt/env/lib/libnccl-net.so"] = replace(plugin, inherited=False)
+    assert found(TABLE, image(own), "plugin").status == "good"
+
+
+def test_of_the_drivers_folder_an_image_sees_the_drivers_files_alone() -> None:
+    own = {"/usr/lib64/libc.so.6": library("libc.so.6", defines="GLIBC_2.17")}
+    needs = library("libcuda.so.1", "libc.so.6", "libc.so.6:GLIBC_2.34")
+    host = replace(HOST, libraries={**HOST.libraries, "/usr/lib64/libc.so.6": LIBC, "/usr/lib64/libcuda.so.1": needs})
+    table = HostStackTable(driver="/usr/lib64", inventory="x")
+    artifact = ArtifactLibraries("/opt/env", 62, own.get, [*own], True, folders=("/usr/lib64",))
+    (one,) = judge_stack(table, host, artifact)
+    assert one.status == "bad" and "the artifact's /usr/lib64/libc.so.6 has GLIBC_2.17 at most" in one.text
+
+
 def test_jobs_mount_and_name_what_the_mode_needs(tmp_path: Path) -> None:
     text = 'libfabric = "/opt/fab"\nnccl_plugin = "/opt/net/libnccl-net-ofi.so"\nmore = ["/usr/lib64/libcxi.so.1"]\n'
     file = site_file(tmp_path, f'mode = "inject"\n{text}[container]\nruntime = "apptainer"\n[node]\ngpus = 8\n')
@@ -373,6 +393,10 @@ def test_a_site_names_paths_and_its_inventory_lies_beside_it(tmp_path: Path) -> 
     assert load_site(
         {"HOME": str(tmp_path)}, str(site_file(tmp_path, 'inventory = "i.json"\n'))
     ).host_stack.inventory == str(tmp_path / "i.json")
+    for system in ("/usr/lib64", "/lib", "/usr/lib/x86_64-linux-gnu", "/usr"):
+        with pytest.raises(RecipeError, match="is a folder of the system"):
+            load_site({"HOME": str(tmp_path)}, str(site_file(tmp_path, f'mpi = "{system}"\n')))
+        assert load_site({"HOME": str(tmp_path)}, str(site_file(tmp_path, f'driver = "{system}"\n'))).host_stack.driver
     for wrong in ("opt/fab", "/opt/fab/", "/opt/a b", "/a:/b"):
         with pytest.raises(RecipeError, match="is not an absolute path"):
             load_site({"HOME": str(tmp_path)}, str(site_file(tmp_path, f'libfabric = "{wrong}"\n')))
