@@ -45,7 +45,7 @@ def loaded_stack(environ: Mapping[str, str]) -> tuple[str, dict[str, str], str]:
     Node 0 writes the inventory into the run's folder.
     """
     table: dict[str, Any] = json.loads(environ[STACK])
-    places, inject = table["places"], table["mode"] == "inject"
+    places = table["places"]
     names = list(filter(None, [table.get("plugin"), FABRIC]))
     names += sorted(filter(_MPI.fullmatch, map(os.path.basename, glob.glob(f"{table['mpi']}/*.so.*"))))
     done = subprocess.run(
@@ -62,7 +62,7 @@ def loaded_stack(environ: Mapping[str, str]) -> tuple[str, dict[str, str], str]:
     loaded = {name: next((path for path in paths if _is(path, name)), "") for name in names if name not in faults}
     found = inventory(places, alone=table["alone"])
     text = json.dumps(found, sort_keys=True)
-    if inject and environ.get("ENVBUILD_NODE") == "0":
+    if found["libraries"] and environ.get("ENVBUILD_NODE") == "0":
         with suppress(OSError), open(os.path.join(environ["ENVBUILD_RUN"], FILE), "w", encoding="utf-8") as file:
             file.write(text)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16] if found["libraries"] else ""

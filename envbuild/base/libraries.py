@@ -50,10 +50,11 @@ def library_of(elf: Elf) -> Library:
     )
 
 
-def run_path(path: str, library: Library) -> list[str]:
+def run_path(path: str, library: Elf | Library) -> list[str]:
     """Return the folders of the RUNPATH or RPATH of the library at `path`."""
-    text = library.runpath.replace("${ORIGIN}", "$ORIGIN").replace("$ORIGIN", os.path.dirname(path))
-    return [os.path.normpath(folder) for folder in text.split(":") if folder.startswith("/")]
+    folders = [folder.replace("${ORIGIN}", "$ORIGIN") for folder in library.runpath.split(":")]
+    here = os.path.dirname(path)  # may be relative
+    return [os.path.normpath(f.replace("$ORIGIN", here)) for f in folders if f.startswith(("/", "$ORIGIN"))]
 
 
 def inventory(places: Iterable[str], *, alone: bool = False) -> dict[str, Any]:

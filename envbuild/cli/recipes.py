@@ -294,15 +294,8 @@ def _check_stack(text: str | None, target: str | None, site: Site, environment: 
     findings = judge_stack(table, host, read_libraries(path, environment.site.limits))
     bad = any(finding.status == "bad" for finding in findings)
     if as_json:
-        print_json(
-            {
-                "artifact": str(path),
-                "site": site.name,
-                "mode": table.mode,
-                "verdict": "bad" if bad else "good",
-                "findings": [finding.as_json() for finding in findings],
-            }
-        )
+        about = {"artifact": str(path), "site": site.name, "mode": table.mode, "verdict": "bad" if bad else "good"}
+        print_json({**about, "findings": [finding.as_json() for finding in findings]})
     else:
         click.echo(click.style(str(path), bold=True) + f" on the nodes of {site.name}, mode {table.mode}")
         _show_findings(findings)

@@ -317,6 +317,10 @@ def run_now(plan: JobPlan, allocation: Allocation, env: Mapping[str, str]) -> in
                 log.unlink() if not begun else None
         return code
     finally:
+        inventory = plan.site.host_stack.inventory
+        if inventory and not os.path.exists(inventory):
+            with suppress(OSError):  # none was written, or the site's folder is another's
+                write_beside(Path(inventory), (run / "host_stack.json").read_text(encoding="utf-8"))
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(run, ignore_errors=True)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from envbuild.base.elf import Elf, machine_name
+from envbuild.base.libraries import SYSTEM_FOLDERS, run_path
 from envbuild.contract.conda_meta import is_conda, survey_conda
 from envbuild.contract.installed import HOST, Distribution, FileReport, Files, HostFiles, check_files, distributions
 from envbuild.contract.layer_lists import check_layers
@@ -92,8 +93,7 @@ class _Loader:
         self.closure = functools.cache(self._closure)
         self.configured = [*configured_folders(files)]
         own = [f"{root}/lib"] if is_conda(Path(root), files) else []  # python's DT_RPATH, which all libraries inherit
-        usual = [f"{top}/{machine_name(machine)}-linux-gnu" for top in ("/lib", "/usr/lib")]
-        usual += ["/lib64", "/usr/lib64", "/lib", "/usr/lib"]
+        usual = [folder.format(machine_name(machine)) for folder in SYSTEM_FOLDERS]
         self.folders = [*files.library_path(), *own, *self.configured, *usual]
         self.preloaded: dict[str, str] = {}
         self.by_name: dict[str, list[str]] = {}
@@ -110,14 +110,8 @@ class _Loader:
 
     def run_path(self, path: str) -> list[str]:
         """Return the folders of the RUNPATH or RPATH of a library."""
-        elf, origin = self.elf(path), posixpath.dirname(path)
-        folders = elf.runpath.split(":") if elf and elf.runpath else []
-        fixed = (folder.replace("${ORIGIN}", "$ORIGIN") for folder in folders)  # the environment's path may be relative
-        return [
-            posixpath.normpath(folder_name.replace("$ORIGIN", origin))
-            for folder_name in fixed
-            if folder_name.startswith(("/", "$ORIGIN"))
-        ]
+        elf = self.elf(path)
+        return run_path(path, elf) if elf else []
 
     def _find(self, path: str, name: str) -> str:
         """Return the path at which the loader finds `name` for the library at `path`, "" if it is missing."""

@@ -375,7 +375,8 @@ def test_the_verdict_on_the_nodes_libraries_is_what_the_preflight_finds(jobs: Jo
     script.write_text(MAPPED)
     (jobs.cluster.shared / "logs").mkdir(exist_ok=True)
     started = {}
-    for name, more in (("whole", f'["{place}/needs"]'), ("bare", "[]")):
+    files = sorted(map(str, (place / "needs").iterdir()))
+    for name, more in (("whole", json.dumps(files)), ("bare", "[]")):
         jobs.write_site(f'[host_stack]\nmode = "inject"\nlibfabric = "{place}/fabric"\nmore = {more}\n')
         written = ("site", "init", "--from", jobs.site, "--out", jobs.site, "--force")
         assert jobs.cluster.run([jobs.command(), *written]).returncode == 0

@@ -23,6 +23,7 @@ from envbuild.base.libraries import Library, LoadFault, Process, inventory, libr
 from envbuild.cli.commands import cli
 from envbuild.compat.host_stack import ArtifactLibraries, HostInventory, judge_stack, parse_inventory
 from envbuild.compat.rows import CompatFinding
+from envbuild.jobs import submit
 from envbuild.jobs.model import JobInputs, JobRequest
 from envbuild.jobs.plan import plan_job
 from envbuild.jobs.schedulers import render
@@ -387,6 +388,25 @@ def test_jobs_mount_and_name_what_the_mode_needs(tmp_path: Path) -> None:
     assert own.library_path == () and "NCCL_NET_PLUGIN" not in dict(own.variables) and "/opt/fab:" not in render(own)
 
 
+@pytest.mark.parametrize(
+    ("runtime", "form"),
+    [
+        ("pyxis", "{0}:{0}:ro"),
+        ("enroot", "{0}:{0}:none:x-create=auto,rbind,ro"),
+        ("apptainer", "--bind {0}:{0}:ro"),
+        ("podman", "--volume={0}:{0}:ro"),
+        ("none", "--bind {0}:{0}:ro"),
+    ],
+)
+def test_every_runtime_mounts_them_only_to_read(tmp_path: Path, runtime: str, form: str) -> None:
+    text = 'mode = "inject"\nlibfabric = "/opt/fab"\nmore = ["/usr/lib64/libcxi.so.1"]\n'
+    text += f'[container]\nruntime = "{runtime}"\n'
+    site = load_site({"HOME": str(tmp_path)}, str(site_file(tmp_path, text)))
+    script = render(plan_job(JobRequest(nodes=2, work="/fsx/me"), JobInputs(SQSH), site))
+    assert all(form.format(place) in script for place in ("/opt/fab", "/usr/lib64/libcxi.so.1")), script
+    assert '"library_path": "/opt/fab:/usr/lib64"' in script
+
+
 def test_a_site_names_paths_and_its_inventory_lies_beside_it(tmp_path: Path) -> None:
     file = site_file(tmp_path, 'libfabric = "/opt/fab"\n')
     assert load_site({"HOME": str(tmp_path)}, str(file)).host_stack.inventory == str(tmp_path / "s.stack.json")
@@ -449,6 +469,27 @@ def test_the_preflight_says_which_file_ranks_load(compiled: Compiled, tmp_path: 
     assert stack(tmp_path, [a, b], "image")[0] == f"loads the node's {fabric}, and not the artifact's"
     assert stack(tmp_path, [a, b], plugin=base)[1][base] == base
     assert stack(tmp_path, [a, b, "/nonexistent/x"])[0] == "has no /nonexistent/x"
+
+
+def test_the_command_preflight_keeps_the_nodes_inventory_where_the_site_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = load_site({"HOME": str(tmp_path)}, str(site_file(tmp_path, 'mode = "inject"\nlibfabric = "/opt/fab"\n')))
+    request = JobRequest(scheduler="pbs", nodes=1, work=str(tmp_path / "work"), launcher="ssh", preflight=True)
+    plan = submit.alone(plan_job(request, JobInputs(VENV), site))
+    allocation = submit.Allocation("pbs", 1, "1.ssh", "ssh", ("n1",))
+    kept = tmp_path / "s.stack.json"
+    for written, expected in (("", None), ("first", "first"), ("second", "first")):
+
+        def run(script: Path, env: Mapping[str, str], work: Path, text: str = written) -> int:
+            (work / f"{plan.name}_1.ssh").mkdir()
+            if text:
+                (work / f"{plan.name}_1.ssh" / "host_stack.json").write_text(text)
+            return 0
+
+        monkeypatch.setattr(submit, "_bash", run)
+        assert submit.run_now(plan, allocation, {}) == 0
+        assert (kept.read_text() if kept.exists() else None) == expected
 
 
 def test_a_node_without_the_sites_libraries_fails_the_preflight() -> None:
