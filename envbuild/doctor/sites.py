@@ -427,8 +427,8 @@ def _fabric() -> Iterator[str]:
 # Where HPE (CPE user guide), AWS (EFA installer) and NVIDIA install their libraries.
 _VENDORS = {
     "libfabric": ("opt/cray/libfabric/*/lib64/libfabric.so.1", "opt/amazon/efa/lib*/libfabric.so.1"),
-    "nccl_plugin": ("opt/amazon/ofi-nccl/lib/*/libnccl-net*.so", "opt/aws-ofi-nccl/lib/libnccl-net*.so"),
-    "mpi": ("opt/cray/pe/mpich/*/ofi/gnu/*/lib/libmpi*.so.*", "opt/amazon/openmpi*/lib*/libmpi.so.*"),
+    "nccl_plugin": ("opt/amazon/ofi-nccl/lib/libnccl-net*.so", "opt/amazon/ofi-nccl/lib/*/libnccl-net*.so"),
+    "mpi": ("opt/cray/pe/mpich/*/ofi/gnu/*/lib-abi-mpich/libmpi.so.*", "opt/amazon/openmpi*/lib*/libmpi.so.*"),
     "driver": ("usr/lib64/libcuda.so.1", f"usr/lib/{platform.machine()}-linux-gnu/libcuda.so.1"),
 }
 

@@ -365,10 +365,16 @@ class HostStackTable:
         "", "Folder of libfabric.so.1.", check=_mounted_problem, example="/opt/cray/libfabric/1.22.0/lib64"
     )
     nccl_plugin: str = key(
-        "", "File of NCCL's network plugin.", check=_mounted_problem, example="/opt/aws-ofi-nccl/lib/libnccl-net.so"
+        "",
+        "File of NCCL's network plugin.",
+        check=_mounted_problem,
+        example="/opt/amazon/ofi-nccl/lib/libnccl-net-ofi.so",
     )
     mpi: str = key(
-        "", "Folder of libmpi.so.*.", check=_mounted_problem, example="/opt/cray/pe/mpich/8.1.32/ofi/gnu/12.3/lib"
+        "",
+        "Folder of libmpi.so.*.",
+        check=_mounted_problem,
+        example="/opt/cray/pe/mpich/8.1.32/ofi/gnu/12.3/lib-abi-mpich",
     )
     driver: str = key(
         "",

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from envbuild.base.libraries import Library, LoadFault, Process, inventory, libr
 from envbuild.cli.commands import cli
 from envbuild.compat.host_stack import ArtifactLibraries, HostInventory, judge_stack, parse_inventory
 from envbuild.compat.rows import CompatFinding
+from envbuild.doctor import sites
+from envbuild.doctor.probe import Host
 from envbuild.jobs import submit
 from envbuild.jobs.model import JobInputs, JobRequest
 from envbuild.jobs.plan import plan_job
@@ -420,6 +423,26 @@ def test_a_site_names_paths_and_its_inventory_lies_beside_it(tmp_path: Path) -> 
     for wrong in ("opt/fab", "/opt/fab/", "/opt/a b", "/a:/b"):
         with pytest.raises(RecipeError, match="is not an absolute path"):
             load_site({"HOME": str(tmp_path)}, str(site_file(tmp_path, f'libfabric = "{wrong}"\n')))
+
+
+def test_a_new_site_file_names_what_vendors_installed_and_the_check_what_is_gone(tmp_path: Path) -> None:
+    for path in ("cray/libfabric/1.15.2.0/lib64", "cray/libfabric/1.22.0/lib64", "amazon/efa/lib"):
+        (tmp_path / "opt" / path).mkdir(parents=True)
+        (tmp_path / "opt" / path / "libfabric.so.1").touch()
+    plugin = tmp_path / "opt/amazon/ofi-nccl/lib/libnccl-net-ofi.so"
+    plugin.parent.mkdir(parents=True)
+    plugin.touch()
+    lines = "\n".join(sites._host_stack(Host({}, root=tmp_path)))
+    table = tomllib.loads(lines)
+    assert table["mode"] == "image" and table["nccl_plugin"] == "/opt/amazon/ofi-nccl/lib/libnccl-net-ofi.so"
+    assert table["libfabric"] == "/opt/amazon/efa/lib" and "others: /opt/cray/libfabric/1.15.2.0/lib64" in lines
+    (tmp_path / "none").mkdir()
+    assert not tomllib.loads("\n".join(sites._host_stack(Host({}, root=tmp_path / "none"))))
+    file = site_file(tmp_path, 'libfabric = "/nonexistent/lib"\n')
+    told = sites.check_site(str(file), {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}, None, offline=True)
+    assert [one.summary.partition(" here")[0] for one in told if one.name == "[host_stack]"] == [
+        "/nonexistent/lib does not exist"
+    ]
 
 
 def test_the_command_judges_an_environment_on_this_host(compiled: Compiled, tmp_path: Path) -> None:
