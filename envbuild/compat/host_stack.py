@@ -118,8 +118,7 @@ class _Meeting:
         row = row_of(load_rows().nccl, version) if version else None
         has = f"{posixpath.basename(path)} has net API {', '.join(f'v{api}' for api in sorted(apis)) or 'none'}"
         if row is None:
-            text = f"{has}; which NCCL opens it, or what it speaks, is not known"
-            return finding("unknown", "plugin", text, LOOK_IT_UP)
+            return finding("unknown", "plugin", f"{has}; what the artifact's NCCL takes is not known", LOOK_IT_UP)
         if both := apis & {*row.apis}:
             return finding("good", "plugin", f"{has}, NCCL {version} takes v{max(both)}", by=row)
         text = f"{has}, and NCCL {version} takes v{min(row.apis)} to v{max(row.apis)}: it falls back to sockets"

@@ -441,16 +441,13 @@ def _places(site: Site, host: Host) -> Iterator[HostFinding]:
 
 
 def _host_stack(host: Host) -> Iterator[str]:
-    found: dict[str, list[str]] = {}
+    yield _said("mode", "image", "inject: jobs mount what is named here into containers, and ranks load it")
     for name, patterns in _VENDORS.items():
         paths = [path for pattern in patterns for path in sorted(host.root.glob(pattern))]
-        places = [f"/{(path if name == 'nccl_plugin' else path.parent).relative_to(host.root)}" for path in paths]
-        found |= {name: list(dict.fromkeys(places))} if places else {}
-    if not found:
-        yield "# no libfabric, NCCL plugin, MPI or driver of a vendor is on this host"
-    yield _said("mode", "image", "inject: jobs mount these into containers, and ranks load them", off=not found)
-    for name, places in found.items():
-        yield _said(name, places[-1], f"others: {', '.join(places[:-1])}"[:160] if places[:-1] else "")
+        tops = (path if name == "nccl_plugin" else path.parent for path in paths)
+        places = list(dict.fromkeys(f"/{top.relative_to(host.root)}" for top in tops))
+        if places:
+            yield _said(name, places[-1], f"others: {', '.join(places[:-1])}"[:160] if places[:-1] else "")
 
 
 def stack_inventory(site: Site) -> tuple[str, str]:

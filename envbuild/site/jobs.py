@@ -361,35 +361,14 @@ class HostStackTable:
     mode: Literal["image", "inject"] = key(
         "image", "image: ranks use the artifact's own libraries; inject: those of the nodes, named here."
     )
-    libfabric: str = key(
-        "", "Folder of libfabric.so.1.", check=_mounted_problem, example="/opt/cray/libfabric/1.22.0/lib64"
-    )
-    nccl_plugin: str = key(
-        "",
-        "File of NCCL's network plugin.",
-        check=_mounted_problem,
-        example="/opt/amazon/ofi-nccl/lib/libnccl-net-ofi.so",
-    )
-    mpi: str = key(
-        "",
-        "Folder of libmpi.so.*.",
-        check=_mounted_problem,
-        example="/opt/cray/pe/mpich/8.1.32/ofi/gnu/12.3/lib-abi-mpich",
-    )
+    libfabric: str = key("", "Folder of libfabric.so.1.", check=_mounted_problem, example="/opt/amazon/efa/lib")
+    nccl_plugin: str = key("", "File of NCCL's network plugin.", check=_mounted_problem)
+    mpi: str = key("", "Folder of libmpi.so.*.", check=_mounted_problem)
     driver: str = key(
-        "",
-        "Folder of the driver's libcuda.so.1. `envbuild check` judges it; container runtimes mount it by themselves.",
-        check=_place_problem,
-        example="/usr/lib64",
+        "", "Folder of libcuda.so.1. `envbuild check` judges it; container runtimes mount it.", check=_place_problem
     )
-    more: tuple[str, ...] = key(
-        (),
-        "Files and folders that these load besides, such as /usr/lib64/libcxi.so.1.",
-        check=_mounted_problem,
-    )
-    inventory: str = key(
-        "", "File with the nodes' libraries, for `envbuild check`. Default: SITE.stack.json beside this file."
-    )
+    more: tuple[str, ...] = key((), "Files and folders that these load besides.", check=_mounted_problem)
+    inventory: str = key("", "File with the nodes' libraries, for `check`. Default: SITE.stack.json beside this file.")
 
     @property
     def places(self) -> tuple[str, ...]:

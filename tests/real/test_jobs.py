@@ -21,6 +21,8 @@ from sdists import commit
 
 from envbuild import runtimes
 from envbuild.base.libraries import inventory
+from envbuild.compat.host_stack import judge_stack, parse_inventory
+from envbuild.image.limits import ImageLimits
 from envbuild.job_inputs import open_artifact
 from envbuild.jobs.model import JobRequest
 from envbuild.jobs.plan import plan_job
@@ -29,6 +31,7 @@ from envbuild.recipe.targets import host_arch
 from envbuild.run_environment import load_environment
 from envbuild.runtimes.base import Runtime
 from envbuild.site.settings import load_site
+from envbuild.verify.static_checks import read_libraries
 
 from .conftest import Command
 
@@ -374,32 +377,31 @@ def test_the_verdict_on_the_nodes_libraries_is_what_the_preflight_finds(jobs: Jo
     image, script = squash["enroot"]["path"], place / "mapped.py"
     script.write_text(MAPPED)
     (jobs.cluster.shared / "logs").mkdir(exist_ok=True)
-    started = {}
+    started, libraries = {}, read_libraries(Path(image), ImageLimits())
     files = sorted(map(str, (place / "needs").iterdir()))
     for name, more in (("whole", json.dumps(files)), ("bare", "[]")):
         jobs.write_site(f'[host_stack]\nmode = "inject"\nlibfabric = "{place}/fabric"\nmore = {more}\n')
         written = ("site", "init", "--from", jobs.site, "--out", jobs.site, "--force")
         assert jobs.cluster.run([jobs.command(), *written]).returncode == 0
-        checked = jobs.cluster.run([jobs.command(), "check", image, "--site", jobs.site, "--json"], env=jobs.env)
-        verdict = json.loads(checked.stdout)
-        assert checked.returncode == (0 if verdict["verdict"] == "good" else 3)
+        table = load_site(dict(os.environ), str(jobs.site)).host_stack
+        host = parse_inventory(Path(table.inventory).read_text(), table.inventory)
+        told = next(one for one in judge_stack(table, host, libraries) if one.subject == "libfabric")
         job = place / f"{name}.sbatch"
         jobs.render(image, "--strategy", "single", "--script", script, "--name", name, "--preflight", "--out", job)
-        started[name] = (verdict, jobs.cluster.sbatch(job))
+        started[name] = (told, jobs.cluster.sbatch(job))
     jobs.write_site()
-    for name, (verdict, number) in started.items():
+    for name, (told, number) in started.items():
         ended = jobs.ended(number, name)
-        told = next(finding for finding in verdict["findings"] if finding["subject"] == "libfabric")
-        assert (verdict["verdict"] == "good") == (ended.end.state == "COMPLETED"), (verdict, ended.log)
-        if verdict["verdict"] == "good":
+        assert (told.status == "good") == (ended.end.state == "COMPLETED"), (told, ended.log)
+        if told.status == "good":
             path = f"{place}/fabric/libfabric.so.1"
-            assert path in told["text"] and f"loaded {path}" in ended.log, (told, ended.log)
+            assert path in told.text and f"loaded {path}" in ended.log, (told, ended.log)
         else:
-            missing = re.search(r"needs ([^\s,]+)", told["text"])
+            missing = re.search(r"needs ([^\s,]+)", told.text)
             assert missing and re.search(f"cannot load libfabric.so.1: .*{re.escape(missing[1])}", ended.log), ended.log
         kept = json.loads((ended.run / "host_stack.json").read_text())
         assert f"{place}/fabric/libfabric.so.1" in kept["libraries"] and kept["folders"] == []
-    assert started["bare"][0]["verdict"] == "bad"
+    assert started["bare"][0].status == "bad"
 
 
 @pytest.mark.parametrize("kind", ["venv", "enroot"])

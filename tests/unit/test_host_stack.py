@@ -437,7 +437,7 @@ def test_a_new_site_file_names_what_vendors_installed_and_the_check_what_is_gone
     assert table["mode"] == "image" and table["nccl_plugin"] == "/opt/amazon/ofi-nccl/lib/libnccl-net-ofi.so"
     assert table["libfabric"] == "/opt/amazon/efa/lib" and "others: /opt/cray/libfabric/1.15.2.0/lib64" in lines
     (tmp_path / "none").mkdir()
-    assert not tomllib.loads("\n".join(sites._host_stack(Host({}, root=tmp_path / "none"))))
+    assert tomllib.loads("\n".join(sites._host_stack(Host({}, root=tmp_path / "none")))) == {"mode": "image"}
     file = site_file(tmp_path, 'libfabric = "/nonexistent/lib"\n')
     told = sites.check_site(str(file), {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}, None, offline=True)
     assert [one.summary.partition(" here")[0] for one in told if one.name == "[host_stack]"] == [
