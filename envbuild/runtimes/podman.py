@@ -174,14 +174,17 @@ def _start_hpc(container: NodeContainer, program: str) -> str:
 
 
 def _command(started: HostProgram) -> tuple[list[str], dict[str, str]]:
-    options = ["run", "--rm", "--network=host", "--ipc=host", "--user=0", "--security-opt=label=disable"]
+    # torchrun tells the agents of one host apart by their process numbers, which have to differ between containers.
+    options = ["run", "--rm", "--network=host", "--ipc=host", "--pid=host", "--user=0", "--security-opt=label=disable"]
     devices = started.devices
     options += [f"--device={devices.kubernetes}=all"] if devices.docker_request else []
     options += [f"--device={device}" for device in devices.docker_devices]
-    options += [f"--env-file={started.image}/etc/environment", *(f"--env={name}" for name in sorted(started.variables))]
+    options += [f"--env-file={started.image}/etc/environment"]
+    options += [f"--env={name}={value}" for name, value in sorted(started.variables.items())]
     options += [f"--volume={started.folder}:{started.inside}"] if started.folder else []
     line = [str(started.runtime), "--log-level=error", *options, "--rootfs", started.image, "/bin/sh", "/etc/rc"]
-    return [*line, *started.command], dict(started.variables)
+    # Without XDG_RUNTIME_DIR, podman's sockets are below TMPDIR, whose path may be too long for them.
+    return [*line, *started.command], {"TMPDIR": "/tmp"}
 
 
 PODMAN = Runtime(
