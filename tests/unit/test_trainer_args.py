@@ -122,7 +122,7 @@ def test_sources_are_python_3_9_and_short() -> None:
     for source in sources:
         text = source.read_text()
         ast.parse(text, feature_version=(3, 9))
-        assert len(text.splitlines()) < 300, source
+        assert source.is_symlink() or len(text.splitlines()) < 300, source  # links are to modules of envbuild
 
 
 def test_wrong_arguments_do_not_wait_for_torch(tmp_path: Path) -> None:

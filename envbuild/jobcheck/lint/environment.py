@@ -291,9 +291,9 @@ def _images(script: ParsedScript, command: Command) -> Iterator[Fault]:
 
 
 def judged_image(image: str, line: int) -> Iterator[Fault]:
-    """Find faults of an image's reference in line `line`."""
+    """Find faults of an image's reference in line `line`; an image in a folder or archive has none."""
     tag = image.rpartition("/")[2].partition(":")[2]
-    if "@sha256:" in image or not image or (image.startswith("$") and tag != "latest"):
+    if "@sha256:" in image or re.match(r"$|oci:|dir:|[a-z]+-archive:", image) or (image[0] == "$" and tag != "latest"):
         return
     if _PLACEHOLDER.match(image):
         yield Fault("placeholder", line, image)
