@@ -29,7 +29,7 @@ from envbuild.fabrics import load_fabrics
 from envbuild.gpus import gpu_of
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import HostFacts, Queue
-from envbuild.runtimes import RUNTIMES, of_sites
+from envbuild.runtimes import RUNTIMES
 from envbuild.site.jobs import value_problem
 from envbuild.site.settings import Site, load_site
 from envbuild.store.remote import cache_of, open_remote, open_vault
@@ -384,7 +384,9 @@ def _paths_text(host: Host) -> Iterator[str]:
 
 
 def _container_text(variables: Mapping[str, str]) -> Iterator[str]:
-    program = next((name for name in of_sites() if find(name, variables)), None)
+    # Many hosts have podman, whose nodes lack what users need for it.
+    usual = (name for name, runtime in RUNTIMES.items() if runtime.host and runtime.host.kinds)
+    program = next((name for name in usual if find(name, variables)), None)
     if batch.has_pyxis(variables):
         yield _said("runtime", "pyxis", "srun has --container-image")
     elif program:
