@@ -75,7 +75,7 @@ def _problem(table: Mapping[str, Any], names: list[str], faults: Mapping[str, st
         path = loaded.get(name, "")
         of_node = any(path == top or path.startswith(f"{top}/") for top in tops)
         named = any(os.path.exists(os.path.join(place, name)) or place == name for place in table["places"])
-        if name in faults and (named or name == table.get("plugin")):
+        if name in faults and ((named and table["mode"] == "inject") or name == table.get("plugin")):
             return f"cannot load {name}: {faults[name]}"
         if table["mode"] == "inject" and named and not of_node:
             return f"loads {name} from {path}, not from the folders of the site"

@@ -23,6 +23,7 @@ _FABRIC, _DRIVER = "libfabric.so.1", "libcuda.so.1"
 _OF_DRIVER = re.compile("lib(?:cuda|nvidia)")
 _PLUGIN = re.compile(r"/lib(?:nccl|rccl)-net[\w-]*\.so\Z")
 _MPI = re.compile(r"libmpi[\w.-]*\.so\.\d+")
+_MPI_ITSELF = re.compile(r"lib(?:mpi|mpich)\.so\.\d+")
 _TORCH = re.compile(r"/site-packages/torch/lib/libtorch_(?:cuda|hip|python)\.so\Z")
 _API = re.compile(r"ncclNet(?:Plugin)?_v(\d+)")
 # Where an artifact says the version of its NCCL: the file of a source layer, a wheel, a conda package.
@@ -133,8 +134,10 @@ class _Meeting:
         users = ((path, name) for path, library in named if library for name in filter(_MPI.fullmatch, library.needed))
         findings = [self._loaded("MPI", *user) for user in dict(users).items()]
         yield from sorted(findings, key=lambda row: row.status != "bad")[:1]
-        if not findings and self.table.injected and self.table.mpi:
-            yield finding("note", "MPI", f"nothing in the artifact is linked with MPI: {self.table.mpi} is not loaded")
+        if not findings and self.table.injected:  # the preflight loads it, too
+            places = map(posixpath.split, sorted({*self.host.libraries, *self.host.links}))
+            names = [name for folder, name in places if folder == self.table.mpi and _MPI_ITSELF.fullmatch(name)]
+            yield from (self._loaded("MPI", name, name) for name in names)
 
     def driver(self) -> Iterator[CompatFinding]:
         if self.table.driver:

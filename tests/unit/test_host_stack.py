@@ -280,7 +280,7 @@ def found(table: HostStackTable, artifact: ArtifactLibraries, subject: str) -> C
             "the nodes' /opt/mpi/libmpi.so.12",
             "",
         ),
-        (replace(TABLE, mpi="/opt/mpi"), image({}), "MPI", "note", "nothing in the artifact is linked with MPI", ""),
+        (replace(TABLE, mpi="/opt/mpi"), image({}), "MPI", "good", "libmpi.so.12 is the nodes'", ""),
         (
             replace(TABLE, mode="image", driver="/usr/lib64"),
             image({}),
@@ -490,6 +490,7 @@ def test_the_preflight_says_which_file_ranks_load(compiled: Compiled, tmp_path: 
     assert stack(tmp_path, [a])[0].startswith("cannot load libfabric.so.1: libneeds.so.1: cannot open")
     assert stack(tmp_path, [b, a], path=[b])[0].startswith(("cannot load", "loads libfabric.so.1 from"))
     assert stack(tmp_path, [a, b], "image")[0] == f"loads the node's {fabric}, and not the artifact's"
+    assert stack(tmp_path, [a, b], "image", path=[])[0] == "", "an artifact need not have one"
     assert stack(tmp_path, [a, b], plugin=base)[1][base] == base
     assert stack(tmp_path, [a, b, "/nonexistent/x"])[0] == "has no /nonexistent/x"
 
