@@ -565,7 +565,7 @@ def test_a_damaged_layer_is_named_and_leaves_the_old_file(envbuild: Command, tmp
         (["--from", "docker-archive:nowhere.tar"], "nowhere.tar"),
         (["--from", "oci:l", "--out", "notes.txt"], "left as it is"),
         (["--from", "oci:l", "--out", "l"], "is a folder"),
-        (["--from", "oci:l", "--runtime", "podman"], "podman"),
+        (["--from", "oci:l", "--runtime", "charliecloud"], "charliecloud"),
         (["nosuch"], "nosuch"),
     ],
 )
