@@ -375,7 +375,7 @@ def test_an_image_is_built_again_and_the_layer_that_differs_is_named(
 def test_of_an_artifact_that_an_older_version_built_the_differences_are_named(tmp_path: Path) -> None:
     """tests/unit/data/kept.tar.xz has an environment of commit 5af1420d, older than `rebuild`, and its inputs.
 
-    No release is older. Its trainer is another one than today's, and so may be this host's Python; nothing else differs.
+    No release is older. Its trainer is another than today's, and so may be this host's Python; nothing else differs.
     """
     (tmp_path / "recipes").mkdir()
     kept = REPOSITORY / "tests/unit/data/kept.tar.xz"
