@@ -9,22 +9,19 @@ import glob
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from ..libraries import inventory
+from ..libraries import FABRIC, MPI, inventory
 
 # Variable in which a job's script passes [host_stack] of the site, as JSON.
 STACK = "ENVBUILD_STACK"
 # The file of the node's inventory in the run's folder.
 FILE = "host_stack.json"
-FABRIC = "libfabric.so.1"
 _LIMIT_S = 8.0
-_MPI = re.compile(r"lib(mpi|mpich)\.so\.\d+")
 _LOAD = """
 import ctypes, json, sys
 faults = {}
@@ -47,7 +44,7 @@ def loaded_stack(environ: Mapping[str, str]) -> tuple[str, dict[str, str], str]:
     table: dict[str, Any] = json.loads(environ[STACK])
     places = table["places"]
     names = list(filter(None, [table.get("plugin"), FABRIC]))
-    names += sorted(filter(_MPI.fullmatch, map(os.path.basename, glob.glob(f"{table['mpi']}/*.so.*"))))
+    names += sorted(filter(MPI.fullmatch, map(os.path.basename, glob.glob(f"{table['mpi']}/*.so.*"))))
     done = subprocess.run(
         [sys.executable, "-c", _LOAD, *names],
         env={**environ},

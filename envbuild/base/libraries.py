@@ -18,8 +18,11 @@ from typing import Any, Literal
 
 from .elf import Elf, read_elf  # relative: this file is a part of two packages
 
+FORMAT = 1  # of an inventory
+FABRIC = "libfabric.so.1"
+MPI = re.compile(r"lib(?:mpi|mpich)\.so\.\d+")
 # Where the loader searches at last, below /lib and /usr/lib: Debian's folders, then those of other distributions.
-SYSTEM_FOLDERS = ("/lib/{}-linux-gnu", "/usr/lib/{}-linux-gnu", "/lib64", "/usr/lib64", "/lib", "/usr/lib")
+_USUAL = ("/lib/{}-linux-gnu", "/usr/lib/{}-linux-gnu", "/lib64", "/usr/lib64", "/lib", "/usr/lib")
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ def inventory(places: Iterable[str], *, alone: bool = False) -> dict[str, Any]:
     todo: list[str] = []
     for place in places:
         todo += sorted(glob.glob(f"{glob.escape(place)}/*.so*")) if os.path.isdir(place) else [place]
-    searched = [os.path.dirname(path) for path in todo] + ([] if alone else system_folders())
+    system = [] if alone else system_folders()
+    searched = [*map(os.path.dirname, todo), *system]
     libraries: dict[str, Library] = {}
     links: dict[str, str] = {}
     for path in todo:  # grows
@@ -80,17 +84,33 @@ def inventory(places: Iterable[str], *, alone: bool = False) -> dict[str, Any]:
                     folders = [*run_path(path, libraries[real]), *searched]
                     todo += [p for p in (f"{folder}/{name}" for folder in folders) if os.path.exists(p)][:1]
     rows = {path: asdict(library) for path, library in sorted(libraries.items())}
-    return {"format": 1, "folders": [] if alone else system_folders(), "links": links, "libraries": rows}
+    return {"format": FORMAT, "folders": system, "links": links, "libraries": rows}
 
 
 def system_folders() -> list[str]:
     """Return the folders in which this host's loader searches for libraries."""
-    lines: list[str] = []
-    for conf in ("/etc/ld.so.conf", *sorted(glob.glob("/etc/ld.so.conf.d/*.conf"))):
+    configured = configured_folders(os.listdir, lambda path: Path(path).read_bytes())
+    return list(dict.fromkeys([*configured, *usual_folders(os.uname().machine)]))
+
+
+def usual_folders(machine: str) -> list[str]:
+    """Return the folders in which loaders for `machine` (x86_64, aarch64) search without any configuration."""
+    return [folder.format(machine) for folder in _USUAL]
+
+
+def configured_folders(names: Callable[[str], list[str]], read: Callable[[str], bytes]) -> list[str]:
+    """Return the folders of /etc/ld.so.conf and of the folder that distributions include there.
+
+    `names` lists a folder and `read` reads a file, of this host or of an image; both may raise OSError.
+    """
+    conf, lines = "/etc/ld.so.conf", list[str]()
+    paths = [conf]
+    with suppress(OSError):
+        paths += (f"{conf}.d/{name}" for name in sorted(names(f"{conf}.d")) if name.endswith(".conf"))
+    for path in paths:
         with suppress(OSError):
-            lines += Path(conf).read_text(errors="replace").splitlines()
-    own = [folder.format(os.uname().machine) for folder in SYSTEM_FOLDERS]
-    return list(dict.fromkeys([*(line.strip() for line in lines if line.startswith("/")), *own]))
+            lines += read(path).decode(errors="replace").splitlines()
+    return [line.strip() for line in lines if line.strip().startswith("/")]
 
 
 _OF_PYTHON = re.compile("_?Py[A-Z_]")

@@ -147,8 +147,8 @@ def keep_plan(
     files = plan_files(loaded, locked, environment, offline=offline)
     size, sent = keep_inputs(vault, plan.lock_digest, files, store)
     kind = ARTIFACTS.get(plan.artifact)  # an image and a conda environment have Pythons of their own
-    own = not isinstance(kind, FolderArtifact) or kind.of_conda
-    if not own and (packed := pack_python(plan.python, environment)):
+    linked = isinstance(kind, FolderArtifact) and not kind.of_conda
+    if linked and (packed := pack_python(plan.python, environment)):
         build, archive = packed
         place = {f"{SOURCES}/{archive.parent.name}/{archive.name}": archive}
         more = keep_inputs(vault, build, place, store, "python")

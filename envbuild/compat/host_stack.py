@@ -14,16 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from envbuild.base.errors import UsageError
-from envbuild.base.libraries import Library, LoadFault, Process
+from envbuild.base.libraries import FABRIC, FORMAT, MPI, Library, LoadFault, Process
 from envbuild.compat.rows import LOOK_IT_UP, CompatFinding, finding, load_rows, row_of
 from envbuild.site.jobs import HostStackTable
 
-FORMAT = 1
-_FABRIC, _DRIVER = "libfabric.so.1", "libcuda.so.1"
+_DRIVER = "libcuda.so.1"
 _OF_DRIVER = re.compile("lib(?:cuda|nvidia)")
 _PLUGIN = re.compile(r"/lib(?:nccl|rccl)-net[\w-]*\.so\Z")
-_MPI = re.compile(r"libmpi[\w.-]*\.so\.\d+")
-_MPI_ITSELF = re.compile(r"lib(?:mpi|mpich)\.so\.\d+")
+_ANY_MPI = re.compile(r"libmpi[\w.-]*\.so\.\d+")
 _TORCH = re.compile(r"/site-packages/torch/lib/libtorch_(?:cuda|hip|python)\.so\Z")
 _API = re.compile(r"ncclNet(?:Plugin)?_v(\d+)")
 # Where an artifact says the version of its NCCL: the file of a source layer, a wheel, a conda package.
@@ -107,7 +105,7 @@ class _Meeting:
         own = (path for path in self.paths if _PLUGIN.search(path) and self.artifact.find(path))
         path = (self.table.injected and self.table.nccl_plugin) or next(own, "")
         if path:
-            yield self._loaded("plugin", path, _FABRIC)
+            yield self._loaded("plugin", path, FABRIC)
             library = self.find(path)
             yield from [self._api(path, library)] if library else []
 
@@ -126,17 +124,19 @@ class _Meeting:
         return finding("bad", "plugin", text, "take a plugin for this NCCL, or another NCCL", by=row)
 
     def fabric(self) -> Iterator[CompatFinding]:
-        if (self.table.injected and self.table.libfabric) or self._process().load(_FABRIC) is None:
-            yield self._loaded("libfabric", _FABRIC, _FABRIC)
+        if (self.table.injected and self.table.libfabric) or self._process().load(FABRIC) is None:
+            yield self._loaded("libfabric", FABRIC, FABRIC)
 
     def mpi(self) -> Iterator[CompatFinding]:
         named = ((path, self.artifact.find(path)) for path in self.paths if ".so" in posixpath.basename(path))
-        users = ((path, name) for path, library in named if library for name in filter(_MPI.fullmatch, library.needed))
-        findings = [self._loaded("MPI", *user) for user in dict(users).items()]
+        users = (
+            (path, name) for path, library in named if library for name in filter(_ANY_MPI.fullmatch, library.needed)
+        )
+        findings = [self._loaded("MPI", path, name) for path, name in dict(users).items()]
         yield from sorted(findings, key=lambda row: row.status != "bad")[:1]
         if not findings and self.table.injected:  # the preflight loads it, too
             places = map(posixpath.split, sorted({*self.host.libraries, *self.host.links}))
-            names = [name for folder, name in places if folder == self.table.mpi and _MPI_ITSELF.fullmatch(name)]
+            names = [name for folder, name in places if folder == self.table.mpi and MPI.fullmatch(name)]
             yield from (self._loaded("MPI", name, name) for name in names)
 
     def driver(self) -> Iterator[CompatFinding]:

@@ -12,6 +12,7 @@ from envbuild.base.errors import UsageError
 from envbuild.runtimes.base import (
     NAME_PREFIX,
     PRIVATE,
+    WAIT,
     HostProgram,
     HostStart,
     NodeContainer,
@@ -23,7 +24,8 @@ from envbuild.runtimes.base import (
     words,
 )
 
-_ENROOT = r"""@DATA@@TIDY@@RUNNING@XDG_RUNTIME_DIR=${TMPDIR:-/tmp}/envbuild-$(id -u)-${ENVBUILD_RUN##*/}-$restarts
+_NODE = r"""@DATA@@TIDY@# enroot keeps its running containers in XDG_RUNTIME_DIR, which only exists in a login session.
+XDG_RUNTIME_DIR=${TMPDIR:-/tmp}/envbuild-$(id -u)-${ENVBUILD_RUN##*/}-$restarts
 export XDG_RUNTIME_DIR
 private "$XDG_RUNTIME_DIR"
 @IMAGE@created=
@@ -41,17 +43,11 @@ fi
 ) &
 child=$!
 trap 'kill -TERM "$child" 2>/dev/null' TERM INT HUP
-code=0
-wait "$child" || code=$?
-while kill -0 "$child" 2>/dev/null; do # a signal ended the wait: wait again
-    code=0
-    wait "$child" || code=$?
-done
+@WAIT@
 [ -z "$created" ] || timeout 60 enroot remove --force "$created" || true
 rmdir @FOLDERS@ 2>/dev/null || true # only empty folders
 exit "$code"
 """
-_RUNNING = "# enroot keeps its running containers in XDG_RUNTIME_DIR, which only exists in a login session.\n"
 _EARLIER = r"""# During the training, remove containers that ended jobs of this user left on this node.
 [ "$1" != training ] || sh "$ENVBUILD_RUN/tidy-$restarts.sh" earlier >/dev/null 2>&1 &
 """
@@ -117,9 +113,8 @@ def _start(container: NodeContainer, program: str) -> str:
     if scratch:
         folders.insert(0, '"$ENROOT_DATA_PATH"')
     return fill(PRIVATE, name="enroot") + fill(
-        _ENROOT,
+        _NODE,
         data=fill(_DATA, scratch=path_word(scratch, "[paths] scratch")) if scratch else "",
-        running=_RUNNING,
         tidy=_EARLIER if container.tidied else "",
         created=f'"{NAME_PREFIX}$SLURM_JOB_ID-$restarts-$name-$$"'
         if container.tidied
@@ -127,6 +122,7 @@ def _start(container: NodeContainer, program: str) -> str:
         image="" if container.staged else f"image={container.image} ",
         options=" \\\n        ".join(options),
         program=program,
+        wait=WAIT,
         folders=" ".join(folders),
     )
 

@@ -13,7 +13,18 @@ from __future__ import annotations
 import textwrap
 
 from envbuild.data import load_table
-from envbuild.runtimes.base import PRIVATE, HostProgram, HostStart, NodeContainer, Runtime, Way, fill, path_word, word
+from envbuild.runtimes.base import (
+    PRIVATE,
+    WAIT,
+    HostProgram,
+    HostStart,
+    NodeContainer,
+    Runtime,
+    Way,
+    fill,
+    path_word,
+    word,
+)
 
 # The job alone uses this storage: nothing of it is shared with the user's other containers.
 _COMMAND = (
@@ -103,12 +114,7 @@ container=envbuild-${ENVBUILD_RUN##*/}-$restarts-$name-$$
     @PROGRAM@ "$@" &
 child=$!
 trap 'podman-hpc kill --signal URG "$container" >/dev/null 2>&1 || true' TERM INT HUP URG
-code=0
-wait "$child" || code=$?
-while kill -0 "$child" 2>/dev/null; do # a signal ended the wait: wait again
-    code=0
-    wait "$child" || code=$?
-done
+@WAIT@
 rm -r "$job"
 exit "$code"
 """
@@ -170,7 +176,7 @@ def _start(container: NodeContainer, program: str) -> str:
 def _start_hpc(container: NodeContainer, program: str) -> str:
     """Return lines that run `program` in an image that `podman-hpc pull` or `migrate` squashed, by its name."""
     run = _run_words(container, "--rm", '--name="$container"', "--sig-proxy=false")
-    return fill(_HPC, variables=_variables(), run=run, image=container.image, program=program)
+    return fill(_HPC, variables=_variables(), run=run, image=container.image, program=program, wait=WAIT)
 
 
 def _command(started: HostProgram) -> tuple[list[str], dict[str, str]]:

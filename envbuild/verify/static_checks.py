@@ -12,7 +12,7 @@ from pathlib import Path
 from envbuild.base import process
 from envbuild.base.elf import MACHINES, Elf, machine_name
 from envbuild.base.errors import EnvbuildError, UsageError
-from envbuild.base.libraries import SYSTEM_FOLDERS, Library, library_of
+from envbuild.base.libraries import Library, configured_folders, library_of, usual_folders
 from envbuild.base.packages import record_digest
 from envbuild.base.text import normalise
 from envbuild.compat.host_stack import ArtifactLibraries
@@ -27,7 +27,7 @@ from envbuild.verify.image_file import open_image_file
 from envbuild.verify.launch import run_program
 from envbuild.verify.model import Check, Nodes, Subject, judge, listed, not_tried
 from envbuild.verify.outside import read_squashfs
-from envbuild.verify.survey import Survey, configured_folders
+from envbuild.verify.survey import Survey
 
 _WRONG_FILES = ("altered", "missing", "unowned")
 _KEPT_TEXT = 2000
@@ -199,7 +199,7 @@ def read_libraries(path: Path, limits: ImageLimits) -> ArtifactLibraries:
         with path.open("rb") as stream:
             files = read_squashfs(stream, offset, str(path), limits, _READING_S)
         paths, elf_of = [f"/{name}" for name in files.rows], files.elf
-        library_path, folders = files.library_path(), [*configured_folders(files)]
+        library_path, folders = files.library_path(), configured_folders(files.names, files.read)
     libraries: dict[int, Library] = {}
 
     def library(path: str) -> Library | None:
@@ -213,7 +213,7 @@ def read_libraries(path: Path, limits: ImageLimits) -> ArtifactLibraries:
     known = library(program) or next(filter(None, map(library, (p for p in paths if ".so" in p))), None)
     if known is None:
         raise UsageError(f"{path} has no libraries", "give a venv, conda environment, .sqsh or .sif")
-    folders += [] if folder else [place.format(machine_name(known.machine)) for place in SYSTEM_FOLDERS]
+    folders += [] if folder else usual_folders(machine_name(known.machine))
     return ArtifactLibraries(root, known.machine, library, paths, not folder, program, library_path, folders)
 
 

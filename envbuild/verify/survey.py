@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from envbuild.base.elf import Elf, machine_name
-from envbuild.base.libraries import SYSTEM_FOLDERS, run_path
+from envbuild.base.libraries import configured_folders, run_path, usual_folders
 from envbuild.contract.conda_meta import is_conda, survey_conda
 from envbuild.contract.installed import HOST, Distribution, FileReport, Files, HostFiles, check_files, distributions
 from envbuild.contract.layer_lists import check_layers
@@ -30,7 +30,7 @@ _MAX_METADATA = 1 << 20
 _PRELOADED = re.compile(r"/site-packages/(?:torch/lib|nvidia/[^/]+/lib)/[^/]+\Z")
 _OF_TORCH = ("libtorch", "libc10")
 _BASE = re.compile(r"(GLIBC|GLIBCXX|CXXABI)_([0-9]+(?:\.[0-9]+)*)")
-_STUB, _CONF = "libcuda.so", "/etc/ld.so.conf"
+_STUB = "libcuda.so"
 
 
 class SymbolFamily(NamedTuple):
@@ -91,10 +91,9 @@ class _Loader:
         self.root, self.libraries, self.files, self.machine = root, libraries, files, machine
         self.elf, self.find = functools.cache(self._elf), functools.cache(self._find)
         self.closure = functools.cache(self._closure)
-        self.configured = [*configured_folders(files)]
+        self.configured = configured_folders(files.names, files.read)
         own = [f"{root}/lib"] if is_conda(Path(root), files) else []  # python's DT_RPATH, which all libraries inherit
-        usual = [folder.format(machine_name(machine)) for folder in SYSTEM_FOLDERS]
-        self.folders = [*files.library_path(), *own, *self.configured, *usual]
+        self.folders = [*files.library_path(), *own, *self.configured, *usual_folders(machine_name(machine))]
         self.preloaded: dict[str, str] = {}
         self.by_name: dict[str, list[str]] = {}
         for path, elf in libraries.items():
@@ -151,17 +150,6 @@ class _Loader:
     def shown(self, path: str) -> str:
         """Return a path relative to the environment, if it is inside."""
         return posixpath.relpath(path, self.root) if path.startswith(f"{self.root}/") else path
-
-
-def configured_folders(files: Files) -> Iterator[str]:
-    """Yield the folders of /etc/ld.so.conf and of the folder that distributions include there."""
-    names = [_CONF]
-    with suppress(OSError):
-        names += (f"{_CONF}.d/{name}" for name in sorted(files.names(f"{_CONF}.d")) if name.endswith(".conf"))
-    for path in names:
-        with suppress(OSError):
-            lines = files.read(path).decode(errors="replace").splitlines()
-            yield from (line.strip() for line in lines if line.strip().startswith("/"))
 
 
 def _check_symbols(loader: _Loader, linkage: Linkage) -> None:
