@@ -18,7 +18,7 @@ from envbuild.environment import Environment
 from envbuild.image.archive import archive_pieces
 from envbuild.image.daemon import Loaded, connect, load
 from envbuild.image.layout import fill_layout
-from envbuild.image.model import DOCKER_INDEX, DOCKER_MANIFEST, OCI_INDEX, Descriptor, ImageIndex, canonical, parse
+from envbuild.image.model import DOCKER_INDEX, DOCKER_MANIFEST, OCI_INDEX, ImageIndex, new_index
 from envbuild.image.reference import parse_reference
 
 
@@ -55,18 +55,8 @@ def check_tag(tag: str, *, push: bool) -> str:
 
 def index_of(images: Sequence[AssembledImage]) -> ImageIndex:
     """Return the index of images for several platforms, ordered by architecture, in the format of the images."""
-    docker = images[0].manifest.media_type == DOCKER_MANIFEST
-    manifests: list[Descriptor] = sorted((i.descriptor for i in images), key=lambda d: d.arch)
-    raw = canonical(
-        {
-            "schemaVersion": 2,
-            "mediaType": DOCKER_INDEX if docker else OCI_INDEX,
-            "manifests": [descriptor.as_json() for descriptor in manifests],
-        }
-    )
-    index = parse(raw, "the image's index")
-    assert isinstance(index, ImageIndex)
-    return index
+    media_type = DOCKER_INDEX if images[0].manifest.media_type == DOCKER_MANIFEST else OCI_INDEX
+    return new_index(media_type, sorted((image.descriptor for image in images), key=lambda row: row.arch))
 
 
 def load_tagged(image: AssembledImage, tag: str, environment: Environment) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from io import BytesIO
@@ -28,7 +28,7 @@ from envbuild.image.entry import DIR, FILE, SYMLINK, Entry, Tree, path_parts
 from envbuild.image.layer import with_parents
 from envbuild.image.layout import Blobs
 from envbuild.image.limits import ImageLimits, Quota
-from envbuild.image.model import GOARCH, OCI_CONFIG, OCI_MANIFEST, Descriptor, ImageManifest, canonical, parse
+from envbuild.image.model import GOARCH, OCI_CONFIG, OCI_MANIFEST, Descriptor, ImageManifest, canonical, new_manifest
 from envbuild.image.tar import Member
 from envbuild.image.tree import MergedTree
 from envbuild.layers.base import BaseImage, base_image
@@ -97,14 +97,7 @@ class AssembledImage:
     @property
     def descriptor(self) -> Descriptor:
         """The manifest with its platform, for an index."""
-        descriptor = self.manifest.descriptor
-        return Descriptor(
-            descriptor.media_type,
-            descriptor.digest,
-            descriptor.size,
-            GOARCH[Target.parse(self.plan.target).arch],
-            "linux",
-        )
+        return replace(self.manifest.descriptor, arch=GOARCH[Target.parse(self.plan.target).arch], os="linux")
 
 
 @dataclass(frozen=True)
@@ -142,18 +135,8 @@ def assemble(
             "history": history,
         }
     )
-    manifest = parse(
-        canonical(
-            {
-                "schemaVersion": 2,
-                "mediaType": OCI_MANIFEST,
-                "config": Descriptor(OCI_CONFIG, blobs.add(config), len(config)).as_json(),
-                "layers": [made.layer.blob.as_json() for made in filled.layers],
-            }
-        ),
-        "the image's manifest",
-    )
-    assert isinstance(manifest, ImageManifest)
+    own = Descriptor(OCI_CONFIG, blobs.add(config), len(config))
+    manifest = new_manifest(OCI_MANIFEST, own, [made.layer.blob for made in filled.layers])
     blobs.add(manifest.raw)
     return AssembledImage(
         plan, manifest, config, filled.layers, filled.state, filled.base.name, blobs, filled.file_manifest

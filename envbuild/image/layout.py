@@ -32,6 +32,7 @@ from envbuild.image.model import (
     check_image,
     choose,
     json_object,
+    new_index,
     parse,
     parse_config,
 )
@@ -269,10 +270,9 @@ def fill_layout(folder: Path, blobs: Blobs, images: Sequence[tuple[Descriptor, s
         _link_all(blobs, Blobs(folder / "blobs"), image)
         notes = {**image.annotations, REF_NAME: tag} if tag else image.annotations
         listed.append(Descriptor(image.media_type, image.digest, image.size, image.arch, image.os, notes))
-    index = {"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": [item.as_json() for item in listed]}
     (folder / "blobs" / "sha256").mkdir(parents=True, exist_ok=True)
     (folder / "oci-layout").write_bytes(canonical({"imageLayoutVersion": _VERSION}))
-    (folder / "index.json").write_bytes(canonical(index))
+    (folder / "index.json").write_bytes(new_index(OCI_INDEX, listed).raw)
 
 
 def same_tag(tag: str, name: str) -> bool:

@@ -151,6 +151,13 @@ def new_manifest(media_type: str, config: Descriptor, layers: Sequence[Descripto
     return ImageManifest(raw, media_type, config, tuple(layers))
 
 
+def new_index(media_type: str, manifests: Sequence[Descriptor]) -> ImageIndex:
+    """Return the index of `manifests`, with the same bytes each time."""
+    rows = [manifest.as_json() for manifest in manifests]
+    raw = canonical({"schemaVersion": 2, "mediaType": media_type, "manifests": rows})
+    return ImageIndex(raw, media_type, tuple(manifests))
+
+
 def docker_manifest(manifest: ImageManifest) -> ImageManifest:
     """Return `manifest` in Docker's form (V2, schema 2), which has no annotations; the blobs stay the same."""
     config, *layers = (
