@@ -28,8 +28,9 @@ from envbuild.base.errors import BuildError
 from envbuild.base.workers import Answer, Workers, beside_reader
 from envbuild.image.entry import DIR, FILE, Entry, Readable, Tree, closing
 from envbuild.image.layout import Blobs, NewBlob
+from envbuild.image.limits import Quota
 from envbuild.image.model import OCI_LAYER_GZIP, Descriptor
-from envbuild.image.tar import TYPE_FLAGS, Chunks
+from envbuild.image.tar import TYPE_FLAGS, Chunks, Items, tar_items
 
 _GZIP = b"\x1f\x8b"
 _XZ = b"\xfd7zXZ\0"
@@ -123,6 +124,14 @@ class Hashed:
     def close(self) -> None:
         """End the thread."""
         self._behind.close()
+
+
+def checked_tar(stream: BinaryIO, name: str, diff_id: str, quota: Quota) -> Items:
+    """Yield the members of a layer's tar with their content; it must have the digest `diff_id`. Raises BuildError."""
+    with contextlib.closing(Hashed(stream)) as hashed:
+        yield from tar_items(cast(BinaryIO, hashed), name, quota)
+        if hashed.finish() != diff_id:
+            raise BuildError(f"{name}: damaged, or not the layer of the image's configuration ({diff_id})")
 
 
 def _pieces(stream: Readable, data: bytes) -> Iterator[bytes]:

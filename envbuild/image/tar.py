@@ -13,7 +13,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 TYPE_FLAGS = {FILE: b"0", HARDLINK: b"1", SYMLINK: b"2", CHAR: b"3", BLOCK: b"4", DIR: b"5", FIFO: b"6"}
 
 Pieces = tuple[tuple[int, int], ...]  # (offset in the file, length), both in bytes
+Items = Generator[tuple["Member", Readable | None], None, None]
 _CHUNK = 1 << 20
 _MOST_PADDING = 1 << 30
 _OCTAL = re.compile(rb"[0-7]+")
@@ -259,7 +260,7 @@ def members(source: PositionedStream, quota: Quota | None = None) -> Iterator[Me
         raise source.cut()
 
 
-def tar_items(stream: BinaryIO, name: str, quota: Quota | None = None) -> Iterator[tuple[Member, Readable | None]]:
+def tar_items(stream: BinaryIO, name: str, quota: Quota | None = None) -> Items:
     """Yield the members of a layer's uncompressed tar with their content. Raises BuildError as `members` does."""
     source = PositionedStream(stream, name)
     for member in members(source, quota):
@@ -509,8 +510,11 @@ def write_table(path: Path, table: Mapping[str, Any]) -> None:
         temporary.write_bytes(data)
 
 
-def read_table(path: Path) -> dict[str, Any]:
-    """Return the table in `path`. Raises OSError, and ValueError for a damaged one and for one of another name."""
+def read_table(path: Path, form: object = None) -> dict[str, Any]:
+    """Return the table in `path`, whose `format` is `form`, None for any.
+
+    Raises OSError, and ValueError for a damaged one, and for one of another name or format.
+    """
     import zstandard
 
     try:
@@ -522,4 +526,6 @@ def read_table(path: Path) -> dict[str, Any]:
         raise ValueError(str(error)) from None
     if not isinstance(table, dict) or table.pop(_NAME, path.name) != path.name:
         raise ValueError("no table")
+    if form is not None and table.get("format") != form:
+        raise ValueError("another format")
     return table

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar
 
 from envbuild.base.errors import BuildError, UsageError
 from envbuild.image.entry import DIR, FILE, SYMLINK
-from envbuild.image.layer import Hashed, decompressed
-from envbuild.image.layout import REF_NAME, Blobs, Pulled, from_index
+from envbuild.image.layer import checked_tar, decompressed
+from envbuild.image.layout import REF_NAME, Blobs, Pulled, layout_image
 from envbuild.image.limits import Quota
 from envbuild.image.model import (
     GOARCH,
@@ -30,7 +30,7 @@ from envbuild.image.model import (
     parse_config,
 )
 from envbuild.image.reference import folder_and_tag
-from envbuild.image.tar import Member, packed, read_table, tar_items, unpacked, write_table
+from envbuild.image.tar import Member, packed, read_table, unpacked, write_table
 from envbuild.image.tree import MergedTree, Node
 from envbuild.inspect.facts import (
     IMAGE,
@@ -203,8 +203,8 @@ def read_listing(stream: BinaryIO, name: str, diff_id: str, quota: Quota) -> Lay
     listed: list[Member] = []
     scripts: set[int] = set()
     notes: dict[int, Note] = {}
-    with contextlib.closing(Hashed(stream)) as hashed:
-        for number, (member, content) in enumerate(tar_items(cast(BinaryIO, hashed), name, quota)):
+    with contextlib.closing(checked_tar(stream, name, diff_id, quota)) as items:
+        for number, (member, content) in enumerate(items):
             listed.append(member)
             if content is None:
                 continue
@@ -216,17 +216,13 @@ def read_listing(stream: BinaryIO, name: str, diff_id: str, quota: Quota) -> Lay
                 notes[number] = note
                 text, rows = isinstance(note, str), isinstance(note, list)
                 quota.text(name, note if text else "", more=_ROW * len(note) if rows else 0)
-        if hashed.finish() != diff_id:
-            raise BuildError(f"{name}: damaged, or not the layer of the image's configuration ({diff_id})")
     return LayerListing(listed, frozenset(scripts), notes)
 
 
 def remembered(diff_id: str, store: ReadStore) -> LayerListing | None:
     """Return the cached listing of the layer whose tar has the digest `diff_id`, None if it was never read."""
     try:
-        data = read_table(_place(store, diff_id))
-        if data["format"] != FORMAT:
-            return None
+        data = read_table(_place(store, diff_id), FORMAT)
         notes = {int(number): note for number, note in data["notes"]}
         return LayerListing(unpacked(data), frozenset(data["scripts"]), notes)
     except (OSError, ValueError, KeyError, TypeError, IndexError):
@@ -240,14 +236,8 @@ def _place(store: ReadStore, diff_id: str) -> Path:
 def open_layout(request: Request) -> ArtifactReader:
     """Open `DIR[:TAG]`: an image of an OCI layout, whose blobs are read in place."""
     folder, tag = folder_and_tag(request.rest)
-    blobs = Blobs(folder / "blobs")
-
-    def bring(blob: Descriptor) -> None:
-        if not blobs.has(blob):
-            raise BuildError(f"{blobs.path(blob.digest)}: missing, or not {blob.size} bytes long")
-
-    raw = _index(folder, tag)
-    pulled = _of_any(request.arch, lambda arch: from_index(raw, str(folder), blobs, bring, tag, arch))
+    _check_layout(folder, tag)
+    pulled = _of_any(request.arch, lambda arch: layout_image(folder, tag, arch))
     return _opened(request, pulled, pulled.manifest.digest, folder)
 
 
@@ -353,8 +343,8 @@ def _opened(
     return image_artifact(about, layers, bring or here, request.access)
 
 
-def _index(folder: Path, tag: str | None) -> bytes:
-    """Return a layout's index.json; UsageError if it has several images for one platform, and no tag is given."""
+def _check_layout(folder: Path, tag: str | None) -> None:
+    """Raise UsageError without a layout, and for one with several images for one platform if no tag is given."""
     try:
         with (folder / "index.json").open("rb") as stream:
             raw = stream.read(MAX_MANIFEST)
@@ -372,7 +362,6 @@ def _index(folder: Path, tag: str | None) -> bytes:
             names = sorted(item.annotations.get(REF_NAME, item.digest) for item in index.manifests)
             problem = f"{folder} holds {len(different)} images: {', '.join(names)}"
             raise UsageError(problem, f"name one: oci:{folder}:TAG")
-    return raw
 
 
 def _of_any(arch: str | None, read: Callable[[str | None], T]) -> T:

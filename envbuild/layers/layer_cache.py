@@ -11,26 +11,25 @@ import io
 import json
 import re
 import textwrap
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar, cast
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 from envbuild.base.atomic import file_lock
-from envbuild.base.errors import BuildError
 from envbuild.base.packages import conda_digest, is_digest, record_digest
 from envbuild.base.progress import Log, detail, reuse, step
 from envbuild.base.text import normalise
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.contract.state import PREFIX
-from envbuild.image.entry import FILE, Readable, Tree, closing
-from envbuild.image.layer import Hashed, Layer, decompressed, write_layer
+from envbuild.image.entry import FILE, Tree, closing
+from envbuild.image.layer import Layer, checked_tar, decompressed, write_layer
 from envbuild.image.layout import opened
 from envbuild.image.limits import ImageLimits, Quota
 from envbuild.image.model import COMPRESSION, Descriptor
 from envbuild.image.squashfs.segment import Segment, of_entry
-from envbuild.image.tar import Member, packed, read_table, tar_items, unpacked, write_table
+from envbuild.image.tar import Items, Member, packed, read_table, unpacked, write_table
 from envbuild.layers.contents import HashedContent
 from envbuild.store.entry import CacheEntry, shared
 from envbuild.store.store import Store
@@ -87,7 +86,6 @@ def _conda(record: Mapping[str, Any]) -> tuple[str, str, str]:
     return record["name"], record["version"], conda_digest(rows)
 
 
-Items = Generator[tuple[Member, Readable | None], None, None]
 # Name, version and digest of the RECORD of each distribution that a layer installs.
 Distributions = tuple[tuple[str, str, str], ...]
 # Increase it when the tables of members change their form.
@@ -198,14 +196,12 @@ class TarCache:
         """Return the layer's members, from the cache or, failing that, from its blob."""
         path = _members(made.key, self.store)
         try:
-            table = read_table(path)
-            if table["format"] == _MEMBERS_FORMAT:
-                return unpacked(table)
+            return unpacked(read_table(path, _MEMBERS_FORMAT))
         except (OSError, ValueError, KeyError, TypeError, IndexError):
             pass
         opens = partial(opened, self.store.blobs.path(made.layer.blob.digest))
         listed: list[Member] = []
-        for member, content in checked_tar(opens, made.title, made.layer.diff_id, self.limits):
+        for member, content in blob_items(opens, made.title, made.layer.diff_id, self.limits):
             listed.append(member)
             if content is not None:
                 member.sha256 = HashedContent(content).digest().hex()
@@ -285,9 +281,7 @@ def _note(part: LayerRequest, store: Store) -> Path:
     return store.folder("layers") / f"{part.key}.json"
 
 
-def checked_tar(opens: Callable[[], BinaryIO], name: str, diff_id: str, limits: ImageLimits | None) -> Items:
-    """Yield the members of a layer's tar with their content; it must have the digest `diff_id`. Raises BuildError."""
-    with decompressed(opens(), name) as stream, contextlib.closing(Hashed(stream)) as hashed:
-        yield from tar_items(cast(BinaryIO, hashed), name, Quota(limits))
-        if hashed.finish() != diff_id:
-            raise BuildError(f"{name}: damaged, or not the layer of the image's configuration ({diff_id})")
+def blob_items(opens: Callable[[], BinaryIO], name: str, diff_id: str, limits: ImageLimits | None) -> Items:
+    """Yield the members of a layer that `opens` opens as it is stored, see `checked_tar`."""
+    with decompressed(opens(), name) as stream:
+        yield from checked_tar(stream, name, diff_id, Quota(limits))

@@ -23,13 +23,12 @@ from envbuild.image.layout import opened
 from envbuild.image.limits import ImageLimits
 from envbuild.image.squashfs.model import Codec
 from envbuild.image.squashfs.segment import FORMAT, Segment, load, of_entry, save, write_segment
-from envbuild.image.tar import Member, tar_items
+from envbuild.image.tar import Items, Member, tar_items
 from envbuild.layers.layer_cache import (
     CachedSegment,
-    Items,
     LayerRequest,
+    blob_items,
     cached,
-    checked_tar,
     known_part,
     read_distributions,
     recorded,
@@ -75,7 +74,7 @@ class SegmentCache:
 
     def tar(self, diff_id: str, title: str, opens: Callable[[], BinaryIO]) -> CachedSegment:
         """Return the layer whose tar, read from `opens`, has the digest `diff_id`. Raises BuildError if it differs."""
-        return self._made(_key(diff_id), title, partial(checked_tar, opens, title, diff_id, self.limits), [])
+        return self._made(_key(diff_id), title, partial(blob_items, opens, title, diff_id, self.limits), [])
 
     def tars(self, archives: Sequence[tuple[str, str, Callable[[], BinaryIO]]]) -> list[CachedSegment]:
         """Return the layers of an image, each from the arguments of `tar`.

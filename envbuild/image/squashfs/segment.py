@@ -158,6 +158,7 @@ def unpack(data: bytes, word: int, expand: Callable[[bytes, int], bytes]) -> byt
 # Increase it when the format of indexes changes, or when the same layer results in other bytes: old segments are then
 # not found.
 FORMAT = 4
+_FORM = [FORMAT, BLOCK_SIZE]
 _NOTHING = hashlib.sha256().hexdigest()
 
 
@@ -294,7 +295,7 @@ def save(segment: Segment, index: Path) -> None:
     """Write the index of `segment` to `index` atomically. Raises OSError."""
     files = segment.data.values()
     table: dict[str, Any] = {
-        "format": [FORMAT, BLOCK_SIZE],
+        "format": _FORM,
         "size": segment.size,
         "sha256": segment.sha256,
         **packed(segment.members),
@@ -313,7 +314,7 @@ def load(index: Path, data: Path, digests: Digests | None) -> Segment | None:
     `data` is still to come.
     """
     try:
-        table = _table(index)
+        table = read_table(index, _FORM)
         if digests and (data.stat().st_size != table["size"] or not digests.keep(data, table["sha256"])):
             return None
         return _segment(table, data)
@@ -324,16 +325,9 @@ def load(index: Path, data: Path, digests: Digests | None) -> Segment | None:
 def stored_digest(index: Path) -> str:
     """Return the sha256 (hexadecimal) of the data of the segment in `index`, "" for a damaged index."""
     try:
-        return str(_table(index)["sha256"])
+        return str(read_table(index, _FORM)["sha256"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
-
-
-def _table(index: Path) -> dict[str, Any]:
-    table = read_table(index)
-    if table["format"] != [FORMAT, BLOCK_SIZE]:
-        raise ValueError("another format")
-    return table
 
 
 def _segment(table: dict[str, Any], path: Path) -> Segment:
