@@ -174,12 +174,12 @@ class _Upstream:
     def _lacking_conda(
         self, loaded: LoadedRecipe, plan: Plan, archives: list[CondaArchive]
     ) -> dict[CondaArchive, list[str]]:
-        from envbuild.lock.conda_solve import from_channels
+        from envbuild.lock.conda_solve import solve
 
         try:
-            options: dict[str, Any] = {"ages": ReleaseAges(), "offline": False, "log": lambda _: None}
-            target, keep = Target.parse(plan.target), plan.conda
-            packages = from_channels(loaded, target, self._environment, (), keep=keep, **options)
+            asked = loaded, Target.parse(plan.target), self._environment
+            ages, keep = ReleaseAges(), plan.conda
+            packages = solve(*asked, ages=ages, keep=keep, offline=False, log=lambda _: None, specs=())
         except LockError as error:
             return {archive: [error.message] for archive in archives}
         known = {package.sha256 for package in packages}

@@ -80,30 +80,17 @@ def solve(
     keep: Collection[CondaPackage],
     offline: bool,
     log: Log,
+    specs: Sequence[Spec] | None = None,
 ) -> tuple[CondaPackage, ...]:
     """Return the conda packages of `target`, sorted by name; those in `keep` are kept while they fit.
 
-    Packages that are newer than `ages` allows, or whose age no channel states, are left out. Channels are read through
-    the site's mirrors; `offline` uses indexes that earlier runs left in the store. Raises RecipeError for an invalid
-    match spec, and LockError when a channel cannot be read or no packages satisfy the specs, with the solver's
-    explanation and the recipe lines of the conflicting specs.
+    They satisfy `specs`, by default the recipe's; with (), they are the channels' own records of `keep`. Packages that
+    are newer than `ages` allows, or whose age no channel states, are left out. Channels are read through the site's
+    mirrors; `offline` uses indexes that earlier runs left in the store. Raises RecipeError for an invalid match spec,
+    and LockError when a channel cannot be read or no packages satisfy the specs, with the solver's explanation and the
+    recipe lines of the conflicting specs.
     """
-    specs = recipe_specs(recipe, target)
-    return from_channels(recipe, target, environment, specs, ages=ages, keep=keep, offline=offline, log=log)
-
-
-def from_channels(
-    recipe: LoadedRecipe,
-    target: Target,
-    environment: Environment,
-    specs: Sequence[Spec],
-    *,
-    ages: ReleaseAges,
-    keep: Collection[CondaPackage],
-    offline: bool,
-    log: Log,
-) -> tuple[CondaPackage, ...]:
-    """Solve `specs` and return packages as `solve`; without specs, return the channels' own records of `keep`."""
+    specs = recipe_specs(recipe, target) if specs is None else specs
     channels = [channel_url(name) for name in recipe.recipe.conda.channels]
     key = hashlib.sha256("\n".join(channels).encode()).hexdigest()[:16]
     request = {
@@ -404,7 +391,7 @@ def solve_by_conda_lock(
                 "conda-lock uses only the last of several specs for one name: merge them",
             )
     # conda-lock leaves out the build strings of dependencies, so the channels' records replace its own.
-    records = from_channels(recipe, target, environment, (), ages=ages, keep=packages, offline=offline, log=log)
+    records = solve(recipe, target, environment, ages=ages, keep=packages, offline=offline, log=log, specs=())
     known = {package.sha256: package for package in records}
     for package in packages:
         if package.sha256 not in known:

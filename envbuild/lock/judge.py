@@ -19,7 +19,6 @@ from envbuild.recipe.targets import CUDA, Target, accelerator_of, gpu_families, 
 if TYPE_CHECKING:
     from envbuild.compat.rows import CompatFinding
     from envbuild.recipe.load import LoadedRecipe
-    from envbuild.recipe.targets import Target
 
 # A resolution decides these links; when it fails, they explain why.
 _OF_RESOLUTION = ("glibc", "torch", "packages")

@@ -71,7 +71,7 @@ class Upstream:
         builder = replace(base, base=OciLock(f"{fake.address}/team/base", IMAGE))
         self.work = [(loaded, [(plan, builder), (plan, None)])]
         self.listed = [conda]
-        monkeypatch.setattr(conda_solve, "from_channels", lambda *_, **__: tuple(self.listed))
+        monkeypatch.setattr(conda_solve, "solve", lambda *_, **__: tuple(self.listed))
         archive = DebianSuite(f"{self.url}/debian", "bookworm")
         monkeypatch.setattr("envbuild.build.upstream.site_archives", lambda *_: [archive])
 
@@ -167,7 +167,7 @@ def test_an_index_and_a_channel_that_are_gone_are_named(tmp_path: Path, monkeypa
     def fails(*_: Any, **__: Any) -> None:
         raise LockError("the channel cannot be read")
 
-    monkeypatch.setattr(conda_solve, "from_channels", fails)
+    monkeypatch.setattr(conda_solve, "solve", fails)
     assert upstream.check().keys() == {
         "alpha 1.0",
         "beta 1.0",
