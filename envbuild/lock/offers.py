@@ -148,37 +148,50 @@ class Offers:
             self._known |= {name: releases_of(name, links[name]) for name in missing}
         return self._known
 
-    def on_several(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Return name → indexes (URLs without credentials) for `names` that indexes have with different files.
+    def ambiguous_names(self, packages: Sequence[LockedPackage | BuiltPackage]) -> list[str]:
+        """Return a warning if several indexes have different files under the name of one of `packages`.
 
         An index that shares a file (by sha256) with an earlier index counts as its copy. Bound names are left out,
         and no page is read if there is only one index.
         """
         if sum(source.is_index for source in self._sources) < 2:
-            return {}
-        by_name: defaultdict[str, list[tuple[str, set[str | None]]]] = defaultdict(list)
-        for name, source, links in self._pages([name for name in names if name not in self.bound]):
+            return []
+        by_name: dict[str, list[tuple[str, set[str | None]]]] = {package.name: [] for package in packages}
+        for name, source, links in self._pages([name for name in by_name if name not in self.bound]):
             files = {link.sha256 for link in links}
             copied = any(files & other - {None} for _, other in by_name[name])
             if source.is_index and links and not copied:
                 by_name[name].append((source.name, files))
-        return {name: [url for url, _ in rows] for name, rows in by_name.items() if len(rows) > 1}
+        urls = {package: [url for url, _ in by_name[package.name]] for package in packages}
+        shared = [f"{p.name} {p.version} ({' and '.join(several)})" for p, several in urls.items() if len(several) > 1]
+        if not shared:
+            return []
+        return [
+            "warning: several indexes have different files under one name, and the newest version counts: "
+            f"{', '.join(shared)}; bind a package to one index with [indexes] in the recipe"
+        ]
 
-    def plain_redirects(self, names: Iterable[str]) -> dict[str, str]:
-        """Return page and reason for each of `names` whose index page redirects from HTTPS to plain HTTP."""
+    def check_pages(self, recipe: LoadedRecipe, packages: Iterable[LockedPackage | BuiltPackage]) -> None:
+        """Raise LockError if the page of a package came over plain HTTP: uv follows redirects from HTTPS to it."""
         if any(source.url.lower().startswith("https:") for source in self._sources):
-            self._pages(names)
-        return self._redirects
+            self._pages([package.name for package in packages])
+        for name, page in self._redirects.items():
+            raise LockError(
+                f"{recipe.path}: the page of {name} is not trusted: {page}",
+                "let the index serve it over HTTPS, or name another index",
+            )
 
     @functools.cached_property
     def _sources(self) -> list[PackageSource]:
         return remote_sources(self.environment, self.indexes, self.offline, patient=False)
 
+    @functools.cached_property
+    def _local(self) -> list[Link]:
+        folders = local_files(self.environment.pip, (".whl", *_SDISTS))
+        return [Link(name, "", None) for _, files in folders for name in files]
+
     def _links(self, names: Sequence[str]) -> Mapping[str, list[Link]]:
-        local = [
-            Link(name, "", None) for _, files in local_files(self.environment.pip, (".whl", *_SDISTS)) for name in files
-        ]
-        by_name: dict[str, list[Link]] = {name: [] if name in self.bound else list(local) for name in names}
+        by_name: dict[str, list[Link]] = {name: [] if name in self.bound else [*self._local] for name in names}
         for name, source, links in self._pages(names):
             by_name[name] += [link for link in links if self._too_new(link, source) is None]
         return by_name
@@ -197,17 +210,24 @@ class Offers:
             by_project[name] += filter(None, (self._too_new(link, source) for link in links))
         return {name: files for name, files in by_project.items() if files}
 
-    def without_index(self, versions: Mapping[str, str]) -> list[str]:
-        """Return the names of `versions` of which find-links have a file, which no release age concerns."""
-        names = [name for _, files in local_files(self.environment.pip, (".whl", *_SDISTS)) for name in files]
-        local = [Link(name, "", None) for name in names]
+    def age_notes(self, versions: Mapping[str, str]) -> list[str]:
+        """Return a note for files in find-links and files without a time of upload, which no release age concerns."""
+        if not self.ages.ages:
+            return []
         pages = [(name, links) for name, source, links in self._pages(versions) if not source.is_index]
-        links_of = {name: local + [link for own, links in pages if own == name for link in links] for name in versions}
-        return [
-            name
-            for name, links in links_of.items()
-            if any(str(release.version) == versions[name] for release in releases_of(name, links))
-        ]
+        notes, local = [], []
+        for name, version in versions.items():
+            links = [*self._local, *(link for own, links in pages if own == name for link in links)]
+            local += [name] * any(str(release.version) == version for release in releases_of(name, links))
+        if local:
+            notes.append(f"note: exclude_newer does not concern files of find-links: {', '.join(local)}")
+        unknown: defaultdict[str, list[str]] = defaultdict(list)
+        for name, files in self.too_new(versions).items():
+            for index in dict.fromkeys(file.index for file in files if file.uploaded is None):
+                unknown[index].append(name)
+        for index, names in unknown.items():
+            notes.append(f"note: {no_time(index)} of {', '.join(names)}; files without one were left out")
+        return notes
 
     def write_settings(self, path: Path) -> None:
         """Write uv's configuration with the indexes and release ages of the resolution to `path`."""
@@ -439,22 +459,6 @@ def index_limits(ages: ReleaseAges, environment: Environment) -> dict[str, str]:
     return {url: index for index, address in named.items() for url in environment.site.mirrored(address)}
 
 
-def age_notes(offers: Offers, versions: Mapping[str, str]) -> list[str]:
-    """Return a note for files in find-links and files without a time of upload, which no release age concerns."""
-    if not offers.ages.ages:
-        return []
-    notes = []
-    if local := offers.without_index(versions):
-        notes.append(f"note: exclude_newer does not concern files of find-links: {', '.join(local)}")
-    unknown: defaultdict[str, list[str]] = defaultdict(list)
-    for name, files in offers.too_new(versions).items():
-        for index in dict.fromkeys(file.index for file in files if file.uploaded is None):
-            unknown[index].append(name)
-    for index, names in unknown.items():
-        notes.append(f"note: {no_time(index)} of {', '.join(names)}; files without one were left out")
-    return notes
-
-
 def no_time(index: str) -> str:
     """Return the beginning of a sentence about files whose age is not known."""
     return f"{redact(index)} states no time of upload for files"
@@ -469,24 +473,3 @@ def check_bound(recipe: LoadedRecipe, packages: Iterable[LockedPackage | BuiltPa
                 f"{recipe.where('indexes', project)}: {project} is not bound to it: only other packages require it",
                 f"add {project!r} to `requirements` of the recipe, the target or [conda], wherever it is missing",
             )
-
-
-def check_pages(recipe: LoadedRecipe, packages: Iterable[LockedPackage | BuiltPackage], offers: Offers) -> None:
-    """Raise LockError if the page of a package came over plain HTTP: uv follows redirects from HTTPS to it."""
-    for name, page in offers.plain_redirects([package.name for package in packages]).items():
-        raise LockError(
-            f"{recipe.path}: the page of {name} is not trusted: {page}",
-            "let the index serve it over HTTPS, or name another index",
-        )
-
-
-def ambiguous_names(packages: Sequence[LockedPackage | BuiltPackage], offers: Offers) -> list[str]:
-    """Return a warning if several indexes have a project of the same name as a locked package."""
-    shared = offers.on_several([package.name for package in packages])
-    if not shared:
-        return []
-    names = ", ".join(f"{p.name} {p.version} ({' and '.join(shared[p.name])})" for p in packages if p.name in shared)
-    return [
-        f"warning: several indexes have different files under one name, and the newest version counts: {names}; "
-        "bind a package to one index with [indexes] in the recipe"
-    ]

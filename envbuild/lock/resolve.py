@@ -32,12 +32,9 @@ from envbuild.lock.lifecycle import Resolved
 from envbuild.lock.offers import (
     Offers,
     ReleaseAges,
-    age_notes,
     allowed_releases,
-    ambiguous_names,
     bound_indexes,
     check_bound,
-    check_pages,
     index_limits,
     no_time,
     reachable,
@@ -149,7 +146,7 @@ def resolve(
         every: list[LockedPackage | BuiltPackage] = [*packages, *built]
         of_indexes = [package for package in every if package.name not in sources.references]
         check_bound(recipe, of_indexes, offers)
-        check_pages(recipe, of_indexes, offers)
+        offers.check_pages(recipe, of_indexes)
         wheels = {package.name: package.version for package in packages if package.name not in sources.references}
         warnings = skipped_warnings(
             requirements,
@@ -161,8 +158,8 @@ def resolve(
             lambda line: without_wheel(uv.run([line]).stderr),
             f"{recipe.path}: target {target.name}",
         )
-        notes += ambiguous_names(of_indexes, offers)
-        notes += age_notes(offers, {package.name: package.version for package in of_indexes})
+        notes += offers.ambiguous_names(of_indexes)
+        notes += offers.age_notes({package.name: package.version for package in of_indexes})
     refusal: LockError | None = None
     try:
         check_accelerator(target, packages, str(recipe.path), table.indexes)
