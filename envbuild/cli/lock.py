@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -36,9 +36,8 @@ from envbuild.lock.advisories import (
     VerifiedUpgrade,
     accepted_line,
     audit,
+    exemptions_of,
     expired_line,
-    recipe_exemptions,
-    site_exemptions,
 )
 from envbuild.lock.base import has_base
 from envbuild.lock.conda import CondaLock, environment_text, explicit_text, export_name, pip_entries
@@ -207,7 +206,7 @@ def lock_command(
             run.report.verified.append(VerifiedUpgrade(recipe_target[0].recipe.name, recipe_target[1].name, old, after))
     if report is not None:
         with writing(report.parent, LockError):
-            exemptions = _exemptions(environment, [loaded for loaded, _ in work])
+            exemptions = exemptions_of(environment.site, [loaded for loaded, _ in work])
             write_beside(report, run.report.render(environment.site.audit, environment.store, exemptions))
     if run.errors:
         raise joined(LockError, run.errors)
@@ -223,15 +222,6 @@ def lock_command(
         )
     if run.report.faults:
         raise run.report.faults[0]
-
-
-def _exemptions(environment: Environment, recipes: Iterable[LoadedRecipe]) -> list[Exemption]:
-    """Return the exceptions of [audit] of the site and of each of `recipes`."""
-    known = {loaded.recipe.name: loaded for loaded in recipes}
-    return [
-        *site_exemptions(environment.site),
-        *(exemption for loaded in known.values() for exemption in recipe_exemptions(loaded)),
-    ]
 
 
 def _verified(
@@ -509,7 +499,9 @@ def audit_command(recipes: Names, targets: Names, database: Path | None, ignore:
     table = replace(table, database=str(database or table.database))
     locks: list[object] = []
     opened = [open_recipe(name, environment) for name in recipes or (None,)]
-    exemptions = [Exemption(name, "option", None, "--ignore") for name in ignore] + _exemptions(environment, opened)
+    exemptions = [Exemption(name, "option", None, "--ignore") for name in ignore] + exemptions_of(
+        environment.site, opened
+    )
     for loaded in opened:
         for target in [open_target(loaded, name, environment) for name in targets or loaded.recipe.targets]:
             for kind in needed_locks(loaded, target):

@@ -89,25 +89,16 @@ class Exemption:
         return {"id": self.id, "reason": self.reason, "expires": expires, "place": self.place}
 
 
-def site_exemptions(site: Site) -> list[Exemption]:
-    """Return the exceptions of a site."""
+def exemptions_of(site: Site, recipes: Iterable[LoadedRecipe] = ()) -> list[Exemption]:
+    """Return the exceptions in [audit] of a site and of each of `recipes`."""
+    origin = site.origin("audit", "exceptions")
+    rows = [(name, entry, origin, "") for name, entry in site.audit.exceptions.items()]
+    for recipe, loaded in {loaded.recipe.name: loaded for loaded in recipes}.items():
+        own = loaded.recipe.audit.exceptions.items()
+        rows += [(name, entry, loaded.where("audit", "exceptions", name), recipe) for name, entry in own]
     return [
-        Exemption(name, entry.reason, date.fromisoformat(entry.expires), site.origin("audit", "exceptions"))
-        for name, entry in site.audit.exceptions.items()
-    ]
-
-
-def recipe_exemptions(loaded: LoadedRecipe) -> list[Exemption]:
-    """Return the exceptions of a recipe."""
-    return [
-        Exemption(
-            name,
-            entry.reason,
-            date.fromisoformat(entry.expires),
-            loaded.where("audit", "exceptions", name),
-            loaded.recipe.name,
-        )
-        for name, entry in loaded.recipe.audit.exceptions.items()
+        Exemption(name, entry.reason, date.fromisoformat(entry.expires), place, recipe)
+        for name, entry, place, recipe in rows
     ]
 
 
@@ -213,13 +204,14 @@ def _advisory(package: AuditedPackage, record: Mapping[str, Any]) -> Advisory | 
         return None
     text = str(record.get("summary") or record.get("details") or "").strip().partition("\n")[0]
     aliases = tuple(map(str, record.get("aliases") or record.get("upstream") or ()))
-    fixed = sorted({str(event["fixed"]) for row in hit for event in _events(row) if "fixed" in event})
+    events = [event for row in hit for events in _histories(row) for event in events]
+    fixed = sorted({str(event["fixed"]) for event in events if "fixed" in event})
     return Advisory(package, str(record["id"]), aliases, text[:200], tuple(fixed))
 
 
-def _events(row: Mapping[str, Any]) -> list[Mapping[str, str]]:
-    ranges = [range_row for range_row in row.get("ranges") or () if range_row.get("type") == "ECOSYSTEM"]
-    return [event for range_ in ranges for event in range_.get("events") or ()]
+def _histories(row: Mapping[str, Any]) -> list[Sequence[Mapping[str, str]]]:
+    """Return the events of each range of versions."""
+    return [history.get("events") or () for history in row.get("ranges") or () if history.get("type") == "ECOSYSTEM"]
 
 
 def _affects(row: Mapping[str, Any], package: AuditedPackage) -> bool:
@@ -231,16 +223,14 @@ def _affects(row: Mapping[str, Any], package: AuditedPackage) -> bool:
     versions = row.get("versions") or ()
     if package.version in versions or any(_place(package, version) == mine for version in versions):
         return True
-    for range_row in row.get("ranges") or ():
-        if range_row.get("type") != "ECOSYSTEM":
-            continue
-        events = [
+    for events in _histories(row):
+        places = [
             (_place(package, str(version)) or (_FIRST if name == "introduced" else None), name)
-            for event in range_row.get("events") or ()
+            for event in events
             for name, version in event.items()
         ]
         affected = False
-        for place, name in sorted((place, name) for place, name in events if place is not None):
+        for place, name in sorted((place, name) for place, name in places if place is not None):
             if mine is None or mine >= place:
                 if name == "introduced" or mine is None:
                     affected = True

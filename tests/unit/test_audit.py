@@ -30,9 +30,8 @@ from envbuild.lock.advisories import (
     advisories,
     audit,
     audited,
+    exemptions_of,
     read_database,
-    recipe_exemptions,
-    site_exemptions,
 )
 from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.format import Lock
@@ -154,12 +153,14 @@ def test_exceptions_are_written_in_recipe_and_site_with_reason_and_day(tmp_path:
     table = '[audit.exceptions.GHSA-h5c8-rqwp-cp95]\nreason = "no HTML here"\nexpires = "2026-12-31"\n'
     (tmp_path / "site.toml").write_text(table)
     site = load_site({"ENVBUILD_SITE": str(tmp_path / "site.toml"), "HOME": str(tmp_path)}, etc=tmp_path / "etc")
-    (of_site,) = site_exemptions(site)
+    (of_site,) = exemptions_of(site)
     assert (of_site.reason, of_site.expires, of_site.recipe) == ("no HTML here", date(2026, 12, 31), "")
     assert str(tmp_path / "site.toml") in of_site.place
     recipe = make_recipe(tmp_path, "r", ["jinja2"], targets=f"[targets.cpu-x86_64]\n{table}") / "recipe.toml"
     loaded = load_recipe(recipe)
-    (of_recipe,) = recipe_exemptions(loaded)
+    of_both = exemptions_of(site, [loaded, loaded])
+    of_recipe = of_both[1]
+    assert of_both == [of_site, of_recipe]
     assert of_recipe == replace(of_site, recipe="r", place=f"{recipe}:7:19")
     plain = load_recipe(
         make_recipe(tmp_path / "plain", "r", ["jinja2"], targets="[targets.cpu-x86_64]") / "recipe.toml"
