@@ -58,7 +58,22 @@ def open_artifact(
     Raises UsageError without an artifact, VerificationError without a passing receipt, unless `unverified`, and
     LockError.
     """
-    opened = _opened(named, kinds, target, shared, unverified, exact, fetch, prefer, locked, site_folders)
+    if named is not None and "@sha256:" in named:
+        opened = _image(named, target, unverified, fetch=fetch)
+    elif built := find_built(named, kinds, target=target, shared=shared, prefer=prefer, site_folders=site_folders):
+        if built.kind.form == "registry":
+            opened = _pushed(built.path, built.target, unverified)
+        else:
+            opened = _local(built.path, target, unverified, exact, fetch)
+        if locked:
+            check_lock(built, opened.lock)
+        opened = replace(opened, named_recipe=built.recipe)
+    else:
+        assert named is not None, "there is a default recipe"
+        path = named_path(Path(named))
+        if not path.exists():
+            raise unknown(named, search_folders(site_folders))
+        opened = _local(path, target, unverified, exact, fetch)
     if not quick and not unverified and opened.receipt is not None and is_quick(opened.receipt):
         raise VerificationError(f"{opened.artifact.path} was verified with --verify quick only", full_hint(opened))
     return opened
@@ -70,36 +85,6 @@ def full_hint(opened: JobInputs) -> str:
     if ARTIFACTS[artifact.kind].form == "registry":
         return f"build it again: `envbuild docker {artifact.recipe} --tag {artifact.path.partition('@')[0]}:TAG --push`"
     return f"verify it in full: `envbuild verify {artifact.path}`"
-
-
-def _opened(
-    named: str | None,
-    kinds: tuple[str, ...],
-    target: str | None,
-    shared: str,
-    unverified: bool,
-    exact: bool,
-    fetch: FetchAttested | None,
-    prefer: bool,
-    locked: bool,
-    site_folders: Sequence[Path],
-) -> JobInputs:
-    if named is not None and "@sha256:" in named:
-        return _image(named, target, unverified, fetch=fetch)
-    built = find_built(named, kinds, target=target, shared=shared, prefer=prefer, site_folders=site_folders)
-    if built is None:
-        assert named is not None, "there is a default recipe"
-        path = named_path(Path(named))
-        if not path.exists():
-            raise unknown(named, search_folders(site_folders))
-        return _local(path, target, unverified, exact, fetch)
-    if built.kind.form == "registry":
-        opened = _pushed(built.path, built.target, unverified)
-    else:
-        opened = _local(built.path, target, unverified, exact, fetch)
-    if locked:
-        check_lock(built, opened.lock)
-    return replace(opened, named_recipe=built.recipe)
 
 
 def _local(path: Path, target: str | None, unverified: bool, exact: bool, fetch: FetchAttested | None) -> JobInputs:
@@ -138,16 +123,13 @@ def _local(path: Path, target: str | None, unverified: bool, exact: bool, fetch:
         manifest=manifest if not changed else "",
         chips=tuple(state.slim.get("gpus", ())),
     )
-    packages = frozenset(name for name, _, _ in state.packages)
-    passed = receipt if not changed else None
-    nccl = state.nccl
     return JobInputs(
         artifact,
         state.layers,
-        nccl,
+        state.nccl,
         state.verify,
-        packages,
-        passed,
+        frozenset(name for name, _, _ in state.packages),
+        receipt if not changed else None,
         place,
         state.lock_digest,
         holds_file=partial(holds_file, kind.form, str(path)),
