@@ -48,24 +48,28 @@ Names = tuple[str, ...]
 BESIDE = ""
 Command = Callable[..., None]
 Decorator = Callable[[Command], Command]
+# A name in _SHARED, the name of an option in _COMPLETIONS with a help text of its own, or a decorator of click.
+Option = str | tuple[str, str] | Decorator
 _FLAGS = {
     "locked": "Refuse (exit 3) a missing or stale lock; for CI.",
     "offline": "Use the store, find-links folders and file indexes only.",
     "no-verify": "Only build; leave no receipt.",
     "faults": "Also verify that a killed rank restarts from the snapshot.",
     "no-bytecode": "Leave compiled modules out of the image.",
+    "unverified": "Take an artifact without a passing receipt.",
     "exact": "Read all files of a venv or conda environment again, whatever their size, times and inode say.",
     "dry-run": "Print the plan and stop.",
 }
-_VALUES = {
-    "target": ("TARGET", complete.targets, "ACCELERATOR-ARCH, such as cpu-x86_64. Default: this host's."),
-    "site": ("SITE", complete.sites, "Name or path of a site file. Default: the site.toml in force."),
-    "runtime": (
-        "NAME",
-        None,
-        "Runtime for verification: enroot, apptainer, podman, or own (user namespaces). Default: the best here.",
-    ),
-}
+_COMPLETIONS = {"target": complete.targets, "site": complete.sites, "recipe": complete.recipes}
+
+
+def _value_option(name: str, text: str) -> Decorator:
+    """Return the option --target, --site or --recipe with `text` as its help; "targets" is a repeatable --target."""
+    word = name.removesuffix("s")
+    values = _COMPLETIONS[word]
+    return click.option(
+        f"--{word}", name, multiple=name != word, metavar=word.upper(), shell_complete=values, help=text
+    )
 
 
 _SHARED: dict[str, Decorator] = {
@@ -76,13 +80,13 @@ _SHARED: dict[str, Decorator] = {
         show_default=True,
         help="quick: files, imports and one short launch, for daily edits; jobs and registries need full.",
     ),
-    "targets": click.option(
-        "--target",
-        "targets",
-        multiple=True,
-        metavar="TARGET",
-        shell_complete=complete.targets,
-        help="Only this target; repeatable.",
+    "target": _value_option("target", "ACCELERATOR-ARCH, such as cpu-x86_64. Default: this host's."),
+    "targets": _value_option("targets", "Only this target; repeatable."),
+    "site": _value_option("site", "Name or path of a site file. Default: the site.toml in force."),
+    "runtime": click.option(
+        "--runtime",
+        metavar="NAME",
+        help="Runtime for verification: enroot, apptainer, podman, or own (user namespaces). Default: the best here.",
     ),
     "json": click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
     "report": click.option(
@@ -94,11 +98,9 @@ _SHARED: dict[str, Decorator] = {
         help="Write the receipt as an HTML page, by default beside it; also if verification fails.",
     ),
     **{name: click.option(f"--{name}", is_flag=True, help=text) for name, text in _FLAGS.items()},
-    **{
-        name: click.option(f"--{name}", metavar=value, shell_complete=values, help=text)
-        for name, (value, values, text) in _VALUES.items()
-    },
 }
+# The last options of every command that builds artifacts.
+BUILD_OPTIONS = ("dry-run", "locked", "offline", "report", "json")
 
 
 def next_word(command: click.Command, args: Sequence[str], at: int = 0) -> int:
@@ -113,12 +115,15 @@ def next_word(command: click.Command, args: Sequence[str], at: int = 0) -> int:
     return min(at, len(args))
 
 
-def with_options(*options: str | Decorator) -> Decorator:
-    """Return a decorator that adds options to a command, in this order: names of _SHARED, or click's decorators."""
+def with_options(*options: Option) -> Decorator:
+    """Return a decorator that adds options to a command, in this order."""
 
     def decorate(command: Command) -> Command:
         for option in reversed(options):
-            command = (_SHARED[option] if isinstance(option, str) else option)(command)
+            if isinstance(option, tuple):
+                command = _value_option(*option)(command)
+            else:
+                command = (_SHARED[option] if isinstance(option, str) else option)(command)
         return command
 
     return decorate
@@ -184,7 +189,7 @@ class BuildOptions:
         return {"locked": self.locked, "offline": self.offline, "log": log, "write": not self.dry_run}
 
 
-def build_options(*options: str | Decorator) -> Decorator:
+def build_options(*options: Option) -> Decorator:
     """Return the decorator of `with_options`; the command gets the values in one argument `options`, a BuildOptions.
 
     Arguments and options that BuildOptions does not have are passed as usual.

@@ -15,6 +15,7 @@ from envbuild.base.files import absolute_path, build_folder, home_folder
 from envbuild.base.progress import log, step
 from envbuild.cli import complete
 from envbuild.cli.common import (
+    BUILD_OPTIONS,
     PATH,
     BuildOptions,
     Decorator,
@@ -35,25 +36,8 @@ from envbuild.environment import Environment, own_command
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 
-_out_option = click.option(
-    "--out",
-    type=PATH,
-    metavar="PATH",
-    help="With --job: write the job to this file; default: print it. Without --job: as --prefix.",
-)
 
-
-def _prefix_option(kind: str) -> Decorator:
-    return click.option(
-        "--prefix",
-        "-p",
-        type=PATH,
-        metavar="DIR",
-        help=f"The environment's folder. Default: build/RECIPE/TARGET/{kind}, with --job in [paths] shared.",
-    )
-
-
-def _folder_options(*own: Decorator) -> Decorator:
+def _folder_options(kind: str, *own: Decorator) -> Decorator:
     return build_options(
         click.option(
             "--from",
@@ -65,6 +49,19 @@ def _folder_options(*own: Decorator) -> Decorator:
             "into it. RECIPE is then a name; default: the project's, else its folder's. Repeatable.",
         ),
         "target",
+        click.option(
+            "--prefix",
+            "-p",
+            type=PATH,
+            metavar="DIR",
+            help=f"The environment's folder. Default: build/RECIPE/TARGET/{kind}, with --job in [paths] shared.",
+        ),
+        click.option(
+            "--out",
+            type=PATH,
+            metavar="PATH",
+            help="With --job: write the job to this file; default: print it. Without --job: as --prefix.",
+        ),
         *own,
         click.option(
             "--job",
@@ -88,19 +85,14 @@ def _folder_options(*own: Decorator) -> Decorator:
         click.option(
             "--compile-bytecode", is_flag=True, help="Compile all modules now instead of at their first import."
         ),
-        "dry-run",
-        "locked",
-        "offline",
-        "report",
-        "json",
+        *BUILD_OPTIONS,
     )
 
 
 @click.command("venv")
 @click.argument("recipe", required=False, shell_complete=complete.recipes)
 @_folder_options(
-    _prefix_option("venv"),
-    _out_option,
+    "venv",
     click.option(
         "--python",
         metavar="P",
@@ -130,8 +122,7 @@ def venv_command(recipe: str | None, sources: Sequence[Path], options: BuildOpti
 @click.command("conda")
 @click.argument("recipe", required=False, shell_complete=complete.recipes)
 @_folder_options(
-    _prefix_option("conda"),
-    _out_option,
+    "conda",
     click.option(
         "--name",
         "-n",

@@ -30,9 +30,7 @@ _SHORT = len("sha256:") + 8
 
 @click.command("history")
 @click.argument("recipe", required=False, shell_complete=complete.recipes)
-@click.option(
-    "--target", metavar="TARGET", shell_complete=complete.targets, help="Only this target. Default: all of them."
-)
+@with_options(("target", "Only this target. Default: all of them."))
 @click.option(
     "--metric", "metrics", multiple=True, type=click.Choice(list(METRICS)), help="Only this metric; repeatable."
 )
@@ -132,12 +130,7 @@ def _lines(rows: Iterable[Mapping[str, Any]], metrics: Iterable[str]) -> list[st
     help="The criterion for bad: a slower step of training, a failed verification, or a shell command that fails "
     "in the environment (exit code 125: cannot be judged).",
 )
-@click.option(
-    "--recipe",
-    metavar="RECIPE",
-    shell_complete=complete.recipes,
-    help="Name or path. Default: beside LOCK_B or LOCK_A, else by its name.",
-)
+@with_options(("recipe", "Name or path. Default: beside LOCK_B or LOCK_A, else by its name."))
 @click.option(
     "--rounds",
     type=click.IntRange(1, 1000),

@@ -10,6 +10,7 @@ from envbuild.base.errors import UsageError
 from envbuild.base.progress import log, step
 from envbuild.cli import complete
 from envbuild.cli.common import (
+    BUILD_OPTIONS,
     PATH,
     BuildOptions,
     Decorator,
@@ -23,6 +24,7 @@ from envbuild.cli.common import (
     run_environment,
     show,
     show_plan,
+    with_options,
 )
 from envbuild.cli.report import reported
 from envbuild.contract.kinds import ARTIFACTS, kinds_of
@@ -31,13 +33,8 @@ from envbuild.recipe.targets import Target, host_arch
 
 @click.command("docker")
 @click.argument("recipe", required=False, shell_complete=complete.recipes)
-@click.option(
-    "--target",
-    "targets",
-    multiple=True,
-    metavar="TARGET",
-    shell_complete=complete.targets,
-    help="ACCELERATOR-ARCH, such as cpu-x86_64; repeatable: one multi-platform image. Default: this host's.",
+@with_options(
+    ("targets", "ACCELERATOR-ARCH, such as cpu-x86_64; repeatable: one multi-platform image. Default: this host's.")
 )
 @click.option("--tag", metavar="REF", help="Name of the image. Default: RECIPE:TARGET.")
 @click.option("--push", is_flag=True, help="Push to the registry that --tag names.")
@@ -50,7 +47,7 @@ from envbuild.recipe.targets import Target, host_arch
     help="Media types for --push. docker: for `enroot import`, which accepts only Docker's.",
 )
 @click.option("--out", "output", metavar="FORM:PATH", help="oci:DIR or docker-archive:FILE, in place of a daemon.")
-@build_options("verify", "no-verify", "faults", "no-bytecode", "dry-run", "locked", "offline", "report", "json")
+@build_options("verify", "no-verify", "faults", "no-bytecode", *BUILD_OPTIONS)
 def docker_command(
     recipe: str | None,
     targets: Names,
@@ -135,11 +132,7 @@ def _image_options(*own: Decorator) -> Decorator:
         "faults",
         "runtime",
         "no-bytecode",
-        "dry-run",
-        "locked",
-        "offline",
-        "report",
-        "json",
+        *BUILD_OPTIONS,
     )
 
 

@@ -46,7 +46,7 @@ _PARTS = {
 
 @click.command("inspect")
 @click.argument("artifact", metavar="RECIPE|ARTIFACT", shell_complete=complete.recipes_or_artifacts)
-@click.option("--target", metavar="TARGET", shell_complete=complete.targets, help="Platform of a multi-platform image.")
+@with_options(("target", "Platform of a multi-platform image."))
 @click.option("--packages", is_flag=True, help="List every package, and nothing else.")
 @click.option("--layers", is_flag=True, help="List an image's layers; nothing in it is read.")
 @click.option("--sbom", type=click.Choice(["cyclonedx"]), help="Write the bill of materials, CycloneDX 1.6.")
@@ -186,7 +186,7 @@ def _table(title: str, rows: Sequence[Sequence[str]]) -> None:
 @click.command("diff")
 @click.argument("a", shell_complete=complete.recipes_or_artifacts)
 @click.argument("b", shell_complete=complete.recipes_or_artifacts)
-@click.option("--target", metavar="TARGET", shell_complete=complete.targets, help="Platform of multi-platform images.")
+@with_options(("target", "Platform of multi-platform images."))
 @click.option("--files/--no-files", default=True, help="Compare every file (default), or only packages.")
 @click.option("--all", "everything", is_flag=True, help=f"List all files, not the first {_LINES}.")
 @with_options("exact", "json")

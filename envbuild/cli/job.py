@@ -25,7 +25,6 @@ _COUNT = click.IntRange(1, 100_000)
 _launcher_option = click.option(
     "--launcher", type=click.Choice(LAUNCHER_NAMES), help="Launcher of the processes on each node. Default: the site's."
 )
-_unverified_option = click.option("--unverified", is_flag=True, help="Take an artifact without a passing receipt.")
 
 
 class _WithScript(click.Command):
@@ -103,8 +102,7 @@ def explained(plan: JobPlan) -> list[tuple[str, str, str]]:
 @click.option(
     "--exclude-slow", is_flag=True, help="Compare the nodes' speed, too, and start again without slow ones (Slurm)."
 )
-@_unverified_option
-@with_options("exact", "target")
+@with_options("unverified", "exact", "target")
 @click.option("--out", type=PATH, metavar="FILE", help="Write the job to this file. Default: print it.")
 @click.option(
     "--export", type=click.Choice(["edf"]), help="Print the container alone: edf, for CSCS's `srun --environment`."
@@ -209,8 +207,7 @@ def job_command(
 @click.option("--speed", is_flag=True, help="Compare how fast nodes compute, copy memory and send, and name slow ones.")
 @_launcher_option
 @click.option("--work", metavar="DIR", help="Folder that all nodes see. Default: [paths] shared, or here.")
-@_unverified_option
-@with_options("exact", "target")
+@with_options("unverified", "exact", "target")
 def preflight_command(
     named: str | None,
     site: str | None,

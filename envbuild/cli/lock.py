@@ -399,15 +399,8 @@ _PIP_OR_CONDA = click.option(
 
 def _shared(*own: Decorator) -> Decorator:
     return with_options(
-        click.option(
-            "--recipe",
-            metavar="RECIPE",
-            shell_complete=complete.recipes,
-            help="The recipe. Default: the project's only one.",
-        ),
-        click.option(
-            "--target", metavar="TARGET", shell_complete=complete.targets, help="Only this target. Default: all."
-        ),
+        ("recipe", "The recipe. Default: the project's only one."),
+        ("target", "Only this target. Default: all."),
         *own,
         "dry-run",
         "json",

@@ -179,23 +179,12 @@ def _conda_lock(state: LockState[CondaLock]) -> str:
 
 @click.command("check")
 @click.argument("recipe", metavar="[RECIPE|ARTIFACT]", required=False, shell_complete=complete.recipes_or_artifacts)
-@click.option(
-    "--target",
-    metavar="TARGET",
-    shell_complete=complete.targets,
-    help="ACCELERATOR-ARCH, such as cu126-x86_64. Default: all.",
-)
+@with_options(("target", "ACCELERATOR-ARCH, such as cu126-x86_64. Default: all."))
 @click.option("--driver", metavar="VERSION", help="Driver version of the nodes, as nvidia-smi prints it.")
 @click.option(
     "--suggest", is_flag=True, help="For extensions that do not fit torch, find the newest release that fits."
 )
-@click.option(
-    "--site",
-    metavar="SITE",
-    shell_complete=complete.sites,
-    help="Judge ARTIFACT with the network libraries of SITE's nodes.",
-)
-@with_options("offline", "json")
+@with_options(("site", "Judge ARTIFACT with the network libraries of SITE's nodes."), "offline", "json")
 def check_command(
     recipe: str | None,
     target: str | None,

@@ -91,8 +91,7 @@ class _Run(click.Command):
     help="Runtime of an image: own, or one of its methods: own:mount (root), own:squashfuse, own:extract; for ranks "
     "also enroot and apptainer. Default: own; for ranks the best here.",
 )
-@click.option("--unverified", is_flag=True, help="Take an artifact without a passing receipt.")
-@with_options("target")
+@with_options("unverified", "target")
 def run_command(
     named: str | None,
     words: Names,

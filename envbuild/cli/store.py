@@ -348,10 +348,7 @@ def vault_command() -> None:
 @vault_command.command("push")
 @click.argument("recipes", metavar="RECIPE…", nargs=-1, shell_complete=complete.recipes)
 @click.option("--all", "every", is_flag=True, help="All recipes with current locks.")
-@with_options(
-    click.option("--target", metavar="TARGET", shell_complete=complete.targets, help="Only this target. Default: all."),
-    "json",
-)
+@with_options(("target", "Only this target. Default: all."), "json")
 def vault_push_command(recipes: tuple[str, ...], every: bool, target: str | None, as_json: bool) -> None:
     """Keep all files that builds of each RECIPE read: its locked packages, sources and base images, and itself.
 
