@@ -74,22 +74,16 @@ def sites(context: click.Context, parameter: click.Parameter, text: str) -> list
     return _files(".toml") if _is_path(text) else _items(sorted(named_sites(os.environ)), text)
 
 
-def artifacts(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
-    """Return environments and images below ./build, and image files in this folder; if none fits, files for a path."""
-    return _artifacts(text, ("folder", "file"))
-
-
 def recipes_artifacts_or_receipts(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
     """Return recipes, artifacts, and receipts here; if none fits, files for a path."""
     names = [] if _is_path(text) else recipes(context, parameter, text)
-    items = _artifacts(text, ("folder", "file"), _here((".receipt.json",)), (".json",))
-    return [*names, *(item for item in items if item.type == "plain" or not names)]
+    return [*names, *_artifacts(text, _here((".receipt.json",)), (".json",), only_plain=bool(names))]
 
 
 def recipes_or_artifacts(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
-    """Return recipes and artifacts."""
+    """Return recipes and artifacts; if none fits, files for a path."""
     names = [] if _is_path(text) else recipes(context, parameter, text)
-    return [*names, *(item for item in artifacts(context, parameter, text) if item.type == "plain" or not names)]
+    return [*names, *_artifacts(text, only_plain=bool(names))]
 
 
 def runnable(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
@@ -165,9 +159,14 @@ def _is_path(text: str) -> bool:
     return "/" in text or text.startswith((".", "~"))
 
 
-def _artifacts(text: str, forms: Sequence[str], more: Iterable[str] = (), suffixes: Sequence[str] = ()) -> list[Item]:
-    own = [*_built(*kinds_of(*forms)), *_here(_IMAGES), *more]
-    return _items(own, text) or _files(*_IMAGES, *suffixes)
+def _artifacts(text: str, more: Iterable[str] = (), suffixes: Sequence[str] = (), *, only_plain: bool) -> list[Item]:
+    """Return the artifacts below ./build, the image files in this folder, and `more`; else the request for files."""
+    kinds = [ARTIFACTS[name] for name in kinds_of("folder", "file")]
+    places = [
+        kind.default_path(top.parent.name, top.name) for top in sorted(build_folder().glob("*/*")) for kind in kinds
+    ]
+    own = [*(os.fspath(place) for place in places if place.exists()), *_here(_IMAGES), *more]
+    return _items(own, text) or ([] if only_plain else _files(*_IMAGES, *suffixes))
 
 
 def _words(values: dict[str, Any], *names: str) -> list[str]:
@@ -180,12 +179,6 @@ def _folders() -> list[Path]:
     from envbuild.site.settings import load_site
 
     return search_folders(load_site(os.environ).recipe_folders)
-
-
-def _built(*kinds: str) -> Iterator[str]:
-    for folder in sorted(build_folder().glob("*/*")):
-        paths = [ARTIFACTS[kind].default_path(folder.parent.name, folder.name) for kind in kinds]
-        yield from (os.fspath(path) for path in paths if path.exists())
 
 
 def _here(suffixes: tuple[str, ...]) -> list[str]:
