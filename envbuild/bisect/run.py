@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -119,14 +119,9 @@ class Judge:
         settings = plan.verify
         if self.metric == STEP_TIME:
             return self._compare(open_subject(path, self.environment), settings)
-        judge: Callable[[], tuple[MixState, dict[str, Any]]]
-        if self.metric == PASS:
-            subject = open_subject(path, self.environment)
-            judge = lambda: self._verify(subject, settings)  # noqa: E731
-        else:
-            judge = lambda: self._command(path, settings.timeout_s)  # noqa: E731
+        subject = open_subject(path, self.environment) if self.metric == PASS else None
         for _ in range(self.most):  # one failure of many is enough
-            state, evidence = judge()
+            state, evidence = self._verify(subject, settings) if subject else self._command(path, settings.timeout_s)
             if state is not MixState.GOOD:
                 break
         return state, evidence
@@ -403,13 +398,3 @@ class _Lab:
         self.tests.append(Judgement(moved, state, evidence, time.monotonic() - started))
         self.log(f"build {len(self.tests)}: {self.tests[-1].text}")
         return state
-
-
-def find_lock(place: Path, target: str) -> Path:
-    """Return the lock file `place` or, if it is a folder, the lock file for `target` in it. Raises UsageError."""
-    from envbuild.lock.format import lock_file_name
-
-    path = place / lock_file_name(target) if place.is_dir() else place
-    if not os.path.isfile(path):
-        raise UsageError(f"{path} is not a lock file", "give a file TARGET.requirements.txt, or the folder with it")
-    return path

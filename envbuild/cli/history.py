@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from envbuild.cli import complete, layout
 from envbuild.cli.common import PATH, open_recipe, open_target, print_json, run_environment, show, with_options
 from envbuild.contract.receipt import read_receipt, receipt_path
 from envbuild.environment import Environment
+from envbuild.lock.format import lock_file_name, read
 from envbuild.lock.wheels import wheel_lock
 from envbuild.recipe.find import command_word, recipe_files, search_folders
 from envbuild.recipe.load import load_recipe
@@ -160,12 +162,10 @@ def bisect_command(
       envbuild bisect old pt_cpu --metric step_time
       envbuild bisect old recipes/pt_cpu --metric 'python -c "import torchvision"'
     """
-    from envbuild.bisect.run import Bisection, bisect, find_lock
-    from envbuild.lock.format import read
+    from envbuild.bisect.run import Bisection, bisect
 
     environment = run_environment()
-    name = target or f"cpu-{host_arch()}"
-    files = [find_lock(_lock_of(place, name, environment), name) for place in (good, bad)]
+    files = [_lock_of(place, target or f"cpu-{host_arch()}", environment) for place in (good, bad)]
     try:
         locks = [lock for file in files if (lock := read(file))]
     except LockError as error:  # its hint is for the lock of a recipe: to remove it and make it again
@@ -194,14 +194,14 @@ def bisect_command(
 
 
 def _lock_of(place: Path, target: str, environment: Environment) -> Path:
-    """Return `place`, or the lock of the recipe that it names."""
-    if place.exists():
-        return place
-    file = recipe_files(search_folders(environment.site.recipe_folders)).get(str(place))
-    if file is None:
-        return place
-    loaded = load_recipe(file)
-    return wheel_lock(loaded, open_target(loaded, target, environment)).inspect().path
+    """Return the lock file `place`, that of a folder for `target`, or that of the recipe which `place` names."""
+    path = place / lock_file_name(target) if place.is_dir() else place
+    if not place.exists() and (file := recipe_files(search_folders(environment.site.recipe_folders)).get(str(place))):
+        loaded = load_recipe(file)
+        path = wheel_lock(loaded, open_target(loaded, target, environment)).inspect().path
+    if not os.path.isfile(path):
+        raise UsageError(f"{path} is not a lock file", "give a file TARGET.requirements.txt, or the folder with it")
+    return path
 
 
 def _bisected_lines(result: Bisected) -> list[str]:
