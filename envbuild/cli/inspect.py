@@ -254,7 +254,8 @@ def _show_changes(comparison: Comparison, everything: bool) -> None:
             click.echo(f"{title}:")
         for change in shown:
             sign, colour = _SIGNS[change.kind]
-            line = {"settings": _value, "files": _file}.get(name, _package)(change)
+            colon = ":" if name == "settings" else ""
+            line = _file(change) if name == "files" else f"{change.name}{colon} {_value(change)}"
             click.echo(click.style(layout.fitted(f"  {sign} {line}"), fg=colour))
         if len(shown) < len(changes):
             click.echo(f"  … and {len(changes) - len(shown)} more; --all lists them")
@@ -265,19 +266,14 @@ def _show_changes(comparison: Comparison, everything: bool) -> None:
 
 
 def _value(change: Change) -> str:
+    """Return a change of a setting or package, without its name."""
     if change.before is None or change.after is None:
-        return f"{change.name}: {change.after if change.before is None else change.before}"
-    if change.before == change.after:
-        return f"{change.name}: {change.before} (hidden, another value)"
-    return f"{change.name}: {change.before} -> {change.after}"
-
-
-def _package(change: Change) -> str:
-    if change.before is None or change.after is None:
-        return f"{change.name} {change.after if change.before is None else change.before}"
+        return str(change.after if change.before is None else change.before)
     if change.parts:
-        return f"{change.name} {change.before}, same version, other content"
-    return f"{change.name} {change.before} -> {change.after}"
+        return f"{change.before}, same version, other content"
+    if change.before == change.after:
+        return f"{change.before} (hidden, another value)"
+    return f"{change.before} -> {change.after}"
 
 
 def _file(change: Change) -> str:
@@ -344,22 +340,19 @@ def verify_command(
         state, receipt = verify_artifact(path, environment, overrides, runtime, beside)
     for line in check_lines(receipt):
         log(line)
-    if as_json:
-        row = {
-            "path": str(path.absolute()),
-            "digest": receipt["artifact"]["digest"],
-            "receipt": str(receipt_path(beside).absolute()),
-            "target": state.target,
-            "seconds": receipt["seconds"],
-            "passed": receipt["passed"],
-        }
-        print_json(row)
+    row = {
+        "path": str(path.absolute()),
+        "digest": receipt["artifact"]["digest"],
+        "receipt": str(receipt_path(beside).absolute()),
+        "target": state.target,
+        "seconds": receipt["seconds"],
+        "passed": receipt["passed"],
+    }
+    show(as_json, row, *([path] if receipt["passed"] else ()))
     if not receipt["passed"]:
         raise VerificationError(
             failures(receipt), f"the evidence is in {receipt_path(beside)}, the nodes' logs in {receipt['logs']}"
         )
-    if not as_json:
-        click.echo(path)
 
 
 @click.command("rebuild")
