@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -194,16 +194,20 @@ def lock_command(
         folder=export_dir,
         exports=() if dry_run else tuple(dict.fromkeys(exports)),
     )
-    before = [_verified(pair, environment, offline) for pair in work] if verify else []
+    before = []
+    if verify:
+        from envbuild.build.folder import verified_here  # with all that builds environments
+
+        before = [verified_here(loaded, target, environment, offline=offline) for loaded, target in work]
     for part, lock in zip(PARTS, (run.lock_wheels, run.lock_images, run.lock_conda), strict=True):
         for loaded, target in work if part in parts else ():
             with run.kept():
                 lock(loaded, target)
     run.write_conda_exports()
-    for old, recipe_target in zip(before, work, strict=False):
-        after = _verified(recipe_target, environment, offline)
+    for old, (loaded, target) in zip(before, work, strict=False):
+        after = verified_here(loaded, target, environment, offline=offline)
         if old or after:
-            run.report.verified.append(VerifiedUpgrade(recipe_target[0].recipe.name, recipe_target[1].name, old, after))
+            run.report.verified.append(VerifiedUpgrade(loaded.recipe.name, target.name, old, after))
     if report is not None:
         with writing(report.parent, LockError):
             exemptions = exemptions_of(environment.site, [loaded for loaded, _ in work])
@@ -222,14 +226,6 @@ def lock_command(
         )
     if run.report.faults:
         raise run.report.faults[0]
-
-
-def _verified(
-    pair: tuple[LoadedRecipe, Target], environment: Environment, offline: bool
-) -> tuple[Mapping[str, Any], int] | None:
-    from envbuild.build.folder import verified_here
-
-    return verified_here(*pair, environment, offline=offline)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,16 +25,13 @@ if TYPE_CHECKING:
     from envbuild.report.data import ReportEntry
 
 
-def summarise(title: str, made: Mapping[str, Any], size: int | None = None) -> None:
-    """Print the summary of a build of `title` to stderr, from the object that `--json` prints.
-
-    `size` is in bytes; None for that of the file or folder at the path.
-    """
-    path = Path(made["path"])
+def summarise(title: str, made: Mapping[str, Any]) -> None:
+    """Print the summary of a build of `title` to stderr, from the object that `--json` prints."""
+    size = _size(Path(made["path"]))
     rows = [
         ("built", f"{title} for {made['target']}"),
         ("path", _near(made["path"])),
-        ("size", human_size(size_shown) if (size_shown := size or _size(path)) else ""),
+        ("size", human_size(size) if size else ""),
         ("digest", made["digest"]),
         ("checks", _checks(made["receipt"])),
         ("receipt", _near(made["receipt"] or "")),

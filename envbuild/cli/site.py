@@ -251,8 +251,8 @@ def show_command(site: str | None, everything: bool, as_file: bool, as_json: boo
         return
     known_site, values = effective_settings(site, dict(os.environ))
     if as_json:
-        rows = [{"table": v.table, "key": v.key, "value": v.value, "origin": v.origin} for v in values]
-        print_json({"name": known_site.name, "files": [str(file) for file in known_site.files], "values": rows})
+        files = [str(file) for file in known_site.files]
+        print_json({"name": known_site.name, "files": files, "values": list(map(asdict, values))})
         return
     click.echo(f"# site {known_site.name}: {', '.join(map(str, known_site.files)) or 'no file'}")
     tables: dict[str, list[EffectiveSetting]] = {}
@@ -353,14 +353,12 @@ class EffectiveSetting:
         return self.origin != _DEFAULT
 
 
-def effective_settings(
-    name: str | None, env: Mapping[str, str], *, etc: Path = Path("/etc")
-) -> tuple[Site, list[EffectiveSetting]]:
+def effective_settings(name: str | None, env: Mapping[str, str]) -> tuple[Site, list[EffectiveSetting]]:
     """Return the site called `name` (None: the effective one) and all its values, with passwords in URLs hidden.
 
     Raises UsageError for an unknown name, RecipeError for a faulty file.
     """
-    site = load_site({**env, "USER": "{user}"}, name, etc=etc)  # {user} is shown as the files have it
+    site = load_site({**env, "USER": "{user}"}, name)  # {user} is shown as the files have it
     # Keys without a table come first, as in TOML.
     tables: dict[str, dict[str, Any]] = {"": {"store": str(site.store), "recipes": list(map(str, site.recipe_folders))}}
     for table_name in (field.name for field in fields(SiteTables)):
