@@ -135,7 +135,8 @@ class RemoteCache:
         """Begin to fetch `entries`; `ResultCache` documents this method and the next ones."""
         for entry in entries:
             if self.reads and entry.tag not in self._expected:
-                self._expected[entry.tag] = self._begun(entry)
+                transfer = Transfer()
+                self._expected[entry.tag] = transfer, self._downloading.submit(self._fetch, entry, transfer)
 
     def bring(self, entry: CacheEntry, *, whole: bool = True) -> bool:
         if not self.reads:
@@ -168,10 +169,6 @@ class RemoteCache:
                 transfer.shown = True
                 return True
         return False
-
-    def _begun(self, entry: CacheEntry) -> tuple[Transfer, Answer[bool]]:
-        transfer = Transfer()
-        return transfer, self._downloading.submit(self._fetch, entry, transfer)
 
     def refuse(self, entry: CacheEntry, why: str = "its files are damaged or those of another entry") -> None:
         log(f"the cache's {entry.tag} is refused: {why}; building it here")

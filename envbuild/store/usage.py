@@ -228,7 +228,9 @@ def remove(store: Store, chosen: Iterable[StoreItem]) -> Removal:
     todo = list(chosen)
     try:
         with store.working("pruned") as trash, ExitStack() as stack:
-            since = _running_since(store, trash)
+            clean_folders(store.root / "running")
+            # When the first of the running builds began, by the clock of the store's file system.
+            since = min(_times([trash, *(store.root / "running").glob("*")]))
             if any(item.name.startswith(_CONDA) for item in todo):
                 stack.enter_context(file_lock(store.conda_lock))
             for start in range(0, len(todo), _BATCH):
@@ -238,12 +240,6 @@ def remove(store: Store, chosen: Iterable[StoreItem]) -> Removal:
     except OSError as error:
         raise store.unwritable(error) from error
     return Removal(tuple(removed), tuple(held))
-
-
-def _running_since(store: Store, trash: Path) -> float:
-    """Return when the first of the running builds began, by the clock of the store's file system."""
-    clean_folders(store.root / "running")
-    return min(_times([trash, *(store.root / "running").glob("*")]))
 
 
 def _times(paths: Iterable[Path]) -> Iterator[float]:
