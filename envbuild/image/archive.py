@@ -42,7 +42,6 @@ from envbuild.image.model import (
 from envbuild.image.tar import Chunks, Member, PositionedStream, members
 
 if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
     from docker import DockerClient
 
 _CHUNK = 1 << 20
@@ -353,28 +352,17 @@ def _check_diff_ids(pulled: Pulled, where: str) -> None:
 
 
 def _part(path: Path, place: FileRange) -> BinaryIO:
-    """Open a range of a file as a stream."""
-    return io.BufferedReader(_PartStream(path, place))
+    """Open a range of a file as a stream, which is read in place."""
+    file = path.open("rb", buffering=0)
+    file.seek(place.offset)
 
+    def pieces() -> Iterator[bytes]:
+        left = place.size
+        while left:
+            data = file.read(min(left, _CHUNK))
+            if not data:
+                raise BuildError(f"{path}: the tar archive is cut short")
+            yield data
+            left -= len(data)
 
-class _PartStream(io.RawIOBase):
-    """A range of the file `path`, read in place."""
-
-    def __init__(self, path: Path, place: FileRange) -> None:
-        self._stream = path.open("rb", buffering=0)
-        self._stream.seek(place.offset)
-        self._left = place.size
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
-        count = self._stream.readinto(memoryview(buffer)[: self._left]) or 0
-        if self._left and not count:
-            raise BuildError(f"{self._stream.name}: the tar archive is cut short")
-        self._left -= count
-        return count
-
-    def close(self) -> None:
-        self._stream.close()
-        super().close()
+    return io.BufferedReader(Chunks(pieces(), file))

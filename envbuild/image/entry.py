@@ -17,6 +17,15 @@ class Readable(Protocol):
     def read(self, size: int = -1, /) -> bytes: ...
 
 
+def read_fully(content: Readable, size: int) -> bytes:
+    """Return `size` bytes of `content`, fewer only at its end: a single read may return less than is available."""
+    pieces = []
+    while size > 0 and (piece := content.read(size)):
+        pieces.append(piece)
+        size -= len(piece)
+    return b"".join(pieces)
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A path with its metadata.

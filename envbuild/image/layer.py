@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, cast
 
 from envbuild.base.errors import BuildError
 from envbuild.base.workers import Answer, Workers, beside_reader
-from envbuild.image.entry import DIR, FILE, Entry, Readable, Tree, closing
+from envbuild.image.entry import DIR, FILE, Entry, Readable, Tree, closing, read_fully
 from envbuild.image.layout import Blobs, NewBlob
 from envbuild.image.limits import Quota
 from envbuild.image.model import OCI_LAYER_GZIP, Descriptor
@@ -79,9 +79,7 @@ def decompressed(stream: BinaryIO, name: str) -> BinaryIO:
         head = stream.peek(4)[:4]
         if len(head) == 4 and kind_of(head) == "none":
             return stream  # as it is: each buffer more costs a copy
-    head = b""
-    while len(head) < 4 and (data := stream.read(4 - len(head))):
-        head += data
+    head = read_fully(stream, 4)
     kind = kind_of(head)
     chunks = _pieces(stream, head) if kind == "none" else _decoded(stream, kind, name, head)
     return io.BufferedReader(Chunks(chunks, stream), _READ)

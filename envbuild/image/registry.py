@@ -265,16 +265,21 @@ class Registry:
 
 def manifest_of(source: Endpoint, pointer: str) -> tuple[bytes, str]:
     """Return the manifest or index of a tag or digest at `source`, and its media type. Raises RequestFailed."""
-    url, stop = source.url(f"manifests/{pointer}"), threading.Event()
-
-    def get() -> tuple[bytes, str]:  # retried as a whole, because the body may be truncated, too
-        with source.request("GET", url, stop, headers={"Accept": _ACCEPT}, retries=0) as answer:
-            return read_all(answer, MAX_MANIFEST, stop), answer.headers.get("Content-Type", "")
-
-    raw, media_type = with_retries(get, source.retries, stop)
+    raw, answer = _document(source, source.url(f"manifests/{pointer}"), {"Accept": _ACCEPT})
     if is_digest(pointer) and digest_of(raw) != pointer:
         raise Mismatch(digest_of(raw).removeprefix("sha256:"), "a manifest")
-    return raw, media_type.partition(";")[0].strip()
+    return raw, answer.headers.get("Content-Type", "").partition(";")[0].strip()
+
+
+def _document(source: Endpoint, url: str, headers: Mapping[str, str] = {}) -> tuple[bytes, requests.Response]:
+    """Return a small answer of `source`, which is asked again as a whole if the body is truncated, and its headers."""
+    stop = threading.Event()
+
+    def get() -> tuple[bytes, requests.Response]:
+        with source.request("GET", url, stop, headers=headers, retries=0) as answer:
+            return read_all(answer, MAX_MANIFEST, stop), answer
+
+    return with_retries(get, source.retries, stop)
 
 
 def pages(source: Endpoint, path: str) -> Iterator[tuple[bytes, Mapping[str, str]]]:
@@ -282,14 +287,9 @@ def pages(source: Endpoint, path: str) -> Iterator[tuple[bytes, Mapping[str, str
 
     Raises RequestFailed, also for a list without an end, and one that continues on another server.
     """
-    url, stop = source.url(path), threading.Event()
-
-    def get() -> tuple[bytes, requests.Response]:  # retried as a whole, because the body may be truncated, too
-        with source.request("GET", url, stop, retries=0) as answer:
-            return read_all(answer, MAX_MANIFEST, stop), answer
-
+    url = source.url(path)
     for _ in range(_MOST_PAGES):
-        raw, answer = with_retries(get, source.retries, stop)
+        raw, answer = _document(source, url)
         yield raw, answer.headers
         after = answer.links.get("next", {}).get("url")
         if not after:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from envbuild.base.atomic import replacing
 from envbuild.base.errors import BuildError
 from envbuild.base.files import parse_json
-from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Readable
+from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Readable, read_fully
 from envbuild.image.limits import Quota
 
 if TYPE_CHECKING:
@@ -105,9 +105,7 @@ class PositionedStream:
 
     def read(self, size: int) -> bytes:
         """Return `size` bytes, fewer only at the end."""
-        data = self._stream.read(size)
-        while len(data) < size and (more := self._stream.read(size - len(data))):
-            data += more
+        data = read_fully(self._stream, size)
         self.position += len(data)
         return data
 

@@ -28,7 +28,7 @@ from typing import IO
 
 from envbuild.base.errors import BuildError, HostError
 from envbuild.base.workers import Answer, Workers
-from envbuild.image.entry import FILE, Entry, Readable, Tree, closing
+from envbuild.image.entry import FILE, Entry, Tree, closing, read_fully
 from envbuild.interpreter import HostPython, compiling_environment
 from envbuild.layers.contents import Joined
 
@@ -110,7 +110,7 @@ def with_bytecode(tree: Tree, compiler: Compiler | None, below: Sequence[str], m
                 own.add(entry.path)
             is_module = entry.path.endswith(".py") and entry.path.startswith(prefixes) and entry.size <= _MAX_SOURCE
             if content is not None and is_module and not _TESTS.search(entry.path):
-                source = _whole(content, entry.size)
+                source = read_fully(content, entry.size)
                 if len(source) == entry.size:  # else the writer of the tree raises an error
                     pool.add(entry.path, source)
                 content = Joined(source, content)
@@ -122,15 +122,6 @@ def with_bytecode(tree: Tree, compiler: Compiler | None, below: Sequence[str], m
                 # PEP 552: magic, flags 0 (timestamp), the source's mtime and size.
                 data = compiler.magic + struct.pack("<III", 0, mtime & 0xFFFFFFFF, source_size) + code
                 yield Entry(place, FILE, 0o644, len(data), mtime=mtime), io.BytesIO(data)
-
-
-def _whole(content: Readable, size: int) -> bytes:
-    # A single read may return less than is available.
-    parts = []
-    while size and (data := content.read(size)):
-        parts.append(data)
-        size -= len(data)
-    return b"".join(parts)
 
 
 def _no_room(error: OSError) -> BuildError:

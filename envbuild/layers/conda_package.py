@@ -20,6 +20,7 @@ from envbuild.base.errors import BuildError
 from envbuild.environment import Environment
 from envbuild.image.entry import Readable
 from envbuild.image.layer import decompressed
+from envbuild.image.model import json_object
 from envbuild.image.tar import Member, tar_items
 from envbuild.layers.contents import Guarded, reading
 from envbuild.lock.conda import CondaPackage
@@ -145,13 +146,7 @@ def _json(documents: dict[str, bytes], name: str, package: str) -> dict[str, Any
         raise BuildError(
             f"{package}: it has no info/{name}", "take a build of this package that conda-build made in 2017 or later"
         )
-    try:
-        data = json.loads(documents[name])
-    except (ValueError, RecursionError) as error:
-        raise BuildError(f"{package}: info/{name}: not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise BuildError(f"{package}: info/{name}: not a JSON object")
-    return data
+    return json_object(documents[name], f"{package}: info/{name}")
 
 
 def _listed(row: Any, package: str) -> PackagePath:

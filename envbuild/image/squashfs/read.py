@@ -13,6 +13,7 @@ import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import BinaryIO, TypeVar
 
 from envbuild.base.errors import BuildError, UsageError
@@ -123,8 +124,8 @@ class MetadataReader:
     def __init__(self, source: ImageBytes, start: int, end: int) -> None:
         self.source = source
         self._start, self._end = start, end
-        self._kept: dict[int, tuple[bytes, int]] = {}
-        self._lock = threading.Lock()
+        # Returns the content of the block at a position of the image, and the position of the next one.
+        self.block = lru_cache(_KEPT_BLOCKS)(self._read)
 
     def cursor(self, reference: int) -> Cursor:
         """Return a cursor at `reference`: the offset of a block << 16 | the offset in its content."""
@@ -134,21 +135,12 @@ class MetadataReader:
             raise self.source.damaged(f"offset {offset} in the metadata block at {place}")
         return Cursor(self, data, offset, following)
 
-    def block(self, position: int) -> tuple[bytes, int]:
-        """Return the content of the block at `position` of the image, and the position of the next one."""
-        known = self._kept.get(position)
-        if known is not None:
-            return known
+    def _read(self, position: int) -> tuple[bytes, int]:
         stored, compressed, begin = self._header(position)
         data = self.source.block(begin, stored, compressed, METADATA_SIZE)
         if not data:
             raise self.source.damaged(f"the metadata block at {position} is empty")
-        kept = data, begin + stored
-        with self._lock:
-            if len(self._kept) >= _KEPT_BLOCKS:
-                del self._kept[next(iter(self._kept))]
-            self._kept[position] = kept
-        return kept
+        return data, begin + stored
 
     def capacity(self) -> int:
         """Return the maximum number of bytes that all blocks together can hold."""
@@ -331,7 +323,7 @@ class Attributes:
         self._source = source = blocks.source
         table = source.superblock.xattr_table
         self._sets: Lookup | None = None
-        self._kept: dict[int, Xattrs] = {}
+        self._known = lru_cache(_KEPT_SETS)(self._read)
         if table != NO_TABLE:
             start, count, _ = model.XATTR_TABLE.unpack(source.at(table, model.XATTR_TABLE.size))
             self._pairs = MetadataReader(source, start, table)
@@ -339,14 +331,7 @@ class Attributes:
 
     def of(self, number: int) -> Xattrs:
         """Return the set with this number, sorted by name."""
-        if self._sets is None or number == NO_XATTRS:
-            return ()
-        known = self._kept.get(number)
-        if known is None:
-            if len(self._kept) >= _KEPT_SETS:
-                self._kept.clear()
-            known = self._kept[number] = self._read(self._sets.row(number))
-        return known
+        return () if self._sets is None or number == NO_XATTRS else self._known(self._sets.row(number))
 
     def _read(self, row: bytes) -> Xattrs:
         place, count, _ = model.XATTR_SET.unpack(row)
@@ -409,8 +394,7 @@ class SquashfsImage:
         fragments = block.fragments if block.fragment_table != NO_TABLE else 0
         self._fragments = Lookup(blocks, block.fragment_table, fragments, FRAGMENT.size)
         self._attributes = Attributes(blocks)
-        self._kept: dict[int, bytes] = {}
-        self._lock = threading.Lock()
+        self._fragment = lru_cache(max(_KEPT // block.block_size, 2))(self._read_fragment)
 
     def entries(self) -> Iterator[tuple[Entry, int]]:
         """Yield every path once, with a handle for `content`: parents first, names in the order of their bytes.
@@ -548,17 +532,9 @@ class SquashfsImage:
             raise self._source.damaged(f"the block at {place} is of {stored} bytes")
         return self._source.block(place, stored, not word & UNCOMPRESSED, self.superblock.block_size)
 
-    def _fragment(self, number: int) -> bytes:
-        known = self._kept.get(number)
-        if known is not None:
-            return known
+    def _read_fragment(self, number: int) -> bytes:
         start, word, _ = FRAGMENT.unpack(self._fragments.row(number))
-        data = self._block(start, word)
-        with self._lock:
-            while len(self._kept) >= max(_KEPT // self.superblock.block_size, 2):
-                del self._kept[next(iter(self._kept))]
-            self._kept[number] = data
-        return data
+        return self._block(start, word)
 
 
 def _lots(files: Sequence[tuple[Entry, int]]) -> Iterator[Sequence[tuple[Entry, int]]]:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from envbuild.base.errors import BuildError
 from envbuild.base.workers import Answer, Behind, Workers, beside_reader
 from envbuild.cache.hashed import Digests
-from envbuild.image.entry import FILE, Entry, Readable
+from envbuild.image.entry import FILE, Entry, Readable, read_fully
 from envbuild.image.squashfs.model import BLOCK_SIZE, SIZE_MASK, UNCOMPRESSED, Codec, Compress, Data, Fragment
 from envbuild.image.tar import Member, packed, read_table, unpacked, write_table
 
@@ -278,13 +278,10 @@ def _large(member: Member, parts: Sequence[Packed]) -> Data:
 
 def _exactly(content: Readable, size: int, member: Member) -> bytes:
     """Return the next `size` bytes. Raises BuildError when the content is shorter."""
-    pieces, left = [], size
-    while left > 0 and (data := content.read(left)):
-        pieces.append(data)
-        left -= len(data)
-    if left:
+    data = read_fully(content, size)
+    if len(data) < size:
         raise _not_as_long(member)
-    return b"".join(pieces)
+    return data
 
 
 def _not_as_long(member: Member) -> BuildError:
