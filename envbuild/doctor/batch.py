@@ -27,11 +27,8 @@ def contradictions(site: Site) -> Iterator[HostFinding]:
     limits = {*site.kubernetes.resources}
     for family in gpu_families():
         if family.kubernetes in limits:
-            key_problem, hint = (
-                f"{family.kubernetes} is asked for by [node] gpus",
-                "set [node] gpus, and remove it here",
-            )
-            yield _bad("[kubernetes] resources", key_problem, hint)
+            text = f"{family.kubernetes} is asked for by [node] gpus"
+            yield _bad("[kubernetes] resources", text, "set [node] gpus, and remove it here")
     limits |= {"cpu"} if site.node.cpus else set()
     limits |= {"memory"} if site.node.memory else set()
     if problem := huge_pages_problem(limits):

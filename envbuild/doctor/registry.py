@@ -12,11 +12,7 @@ from envbuild.base.errors import EnvbuildError
 from envbuild.base.masking import redact
 from envbuild.contract.kinds import ARTIFACTS, Artifact
 from envbuild.data.schedulers import TITLES
-from envbuild.doctor import batch, machine, tools
-from envbuild.doctor import machine as kernel
-from envbuild.doctor import machine as storage
-from envbuild.doctor import network as connectivity
-from envbuild.doctor import network as fabric
+from envbuild.doctor import batch, machine, network, tools
 from envbuild.doctor.probe import Host, HostFinding, HostProbe, Status
 from envbuild.environment import Environment
 from envbuild.run_environment import load_environment
@@ -40,7 +36,7 @@ _AREAS: dict[str, dict[str, Callable[[Host], Iterable[HostFinding]]]] = {
         "Pythons": tools.pythons,
     },
     "tools": {"programs": tools.programs, "modules": tools.modules, "docker daemon": batch.docker_daemon},
-    "kernel": {"own launch": kernel.launching, "/dev/fuse": kernel.fuse, "subuid": kernel.subordinate_ids},
+    "kernel": {"own launch": machine.launching, "/dev/fuse": machine.fuse, "subuid": machine.subordinate_ids},
     "machine": {
         "user": machine.who,
         "processors": machine.processors,
@@ -51,23 +47,23 @@ _AREAS: dict[str, dict[str, Callable[[Host], Iterable[HostFinding]]]] = {
         "locale": machine.locale,
     },
     "file systems": {
-        "store": storage.store,
-        "home": storage.home,
-        "tmp": storage.temporary,
-        "current folder": storage.current,
+        "store": machine.store,
+        "home": machine.home,
+        "tmp": machine.temporary,
+        "current folder": machine.current,
     },
     "network": {
         "own name": machine.own_name,
-        "interfaces": fabric.network,
-        "adapters": fabric.adapters,
-        "libfabric": fabric.libfabric,
+        "interfaces": network.network,
+        "adapters": network.adapters,
+        "libfabric": network.libfabric,
     },
     "jobs": {title: _OWN_CHECKS.get(name) or partial(batch.scheduler, name) for name, title in TITLES.items()},
     "sources": {
-        "proxies": connectivity.proxies,
-        "authorities": connectivity.certificates,
-        "package index": connectivity.package_index,
-        "recipes' sources": connectivity.sources,
+        "proxies": network.proxies,
+        "authorities": network.certificates,
+        "package index": network.package_index,
+        "recipes' sources": network.sources,
     },
 }
 CHECKS = tuple(HostProbe(area, name, run) for area, checks in _AREAS.items() for name, run in checks.items())

@@ -17,10 +17,7 @@ from envbuild.base.libraries import inventory
 from envbuild.base.masking import redact
 from envbuild.base.toml import toml_value
 from envbuild.data.schedulers import TITLES, listed
-from envbuild.doctor import batch, machine
-from envbuild.doctor import machine as storage
-from envbuild.doctor import network as connectivity
-from envbuild.doctor import network as fabric
+from envbuild.doctor import batch, machine, network
 from envbuild.doctor.batch import contradictions, elsewhere, judge_scheduler, missing, on_site
 from envbuild.doctor.probe import Host, HostFinding, HostProbe, find, first_line, run_checks, run_parallel, run_probe
 from envbuild.doctor.tools import has_module, module_init
@@ -162,7 +159,7 @@ def _paths(site: Site, host: Host) -> Iterator[HostFinding]:
             problem = f"{there} cannot be written by this user"
             yield missing(name, problem, needed, "another folder, or another mode")
             continue
-        mount = storage.mount_at(there)
+        mount = machine.mount_at(there)
         kind = mount.kind if mount else "unknown file system"
         if key == "shared" and mount and not mount.shared and site.scheduler.kind != "none":
             problem = f"{path} lies on {kind}, a file system that only this host has"
@@ -223,21 +220,21 @@ def _interface(site: Site) -> Iterator[HostFinding]:
 
 
 def _mirrors(site: Site, host: Host) -> Iterator[HostFinding]:
-    rows: list[tuple[str, connectivity.Probe]] = []
+    rows: list[tuple[str, network.Probe]] = []
     for url, mirrors in site.mirrors.items():
         page = "torch/" if "/whl" in url or "/simple" in url else ""
-        rows += [(f"[mirrors] {redact(url)}", connectivity.Probe(mirror, page)) for mirror in mirrors]
-    rows += [(f"[indexes] {name}", connectivity.Probe(url, "")) for name, url in site.indexes.items()]
+        rows += [(f"[mirrors] {redact(url)}", network.Probe(mirror, page)) for mirror in mirrors]
+    rows += [(f"[indexes] {name}", network.Probe(url, "")) for name, url in site.indexes.items()]
     for name, table in site.registries.items():
-        rows += [(f"[registries] {name}", connectivity.Probe(m, "v2/", True)) for m in table.mirrors]
+        rows += [(f"[registries] {name}", network.Probe(m, "v2/", True)) for m in table.mirrors]
     if site.debian.mirror:
-        rows.append(("[debian] mirror", connectivity.Probe(site.debian.mirror, "dists/")))
+        rows.append(("[debian] mirror", network.Probe(site.debian.mirror, "dists/")))
     if not rows:
         return
     if host.offline or host.environment is None:
         yield HostFinding("[mirrors]", "info", "not asked" + (" (--offline)" if host.offline else ""))
         return
-    answers = connectivity.ask_all([probe for _, probe in rows], host.environment)
+    answers = network.ask_all([probe for _, probe in rows], host.environment)
     for (name, probe), answer in zip(rows, answers, strict=True):
         # A server without this page is reachable all the same.
         if answer is None or answer.startswith("it answers"):
@@ -363,9 +360,9 @@ def _environment(variables: Mapping[str, str]) -> Iterator[str]:
 
 def _paths_text(host: Host) -> Iterator[str]:
     shared = []
-    mounted = [mount.at for mount in storage.mounts(host.root) if mount.shared and not re.search(r"[\s\\]", mount.at)]
+    mounted = [mount.at for mount in machine.mounts(host.root) if mount.shared and not re.search(r"[\s\\]", mount.at)]
     for place in dict.fromkeys([*_SHARED, *mounted]):
-        mount = storage.mount_at(Path(place), host.root)
+        mount = machine.mount_at(Path(place), host.root)
         if mount and mount.shared and mount.at != "/" and Path(place).is_dir():
             shared.append((place, mount.kind))
     shared.sort(key=lambda row: row[0] == "/home")  # the home folder last
@@ -413,7 +410,7 @@ def _node(host: Host) -> Iterator[str]:
 
 
 def _fabric() -> Iterator[str]:
-    outer = [interface for interface in fabric.interfaces() if interface.outer]
+    outer = [interface for interface in network.interfaces() if interface.outer]
     own = tuple(row.interfaces for row in load_fabrics().values() if row.interfaces)
     best = max(outer, key=lambda interface: (interface.name.startswith(own), interface.speed or 0), default=None)
     if best is None:
