@@ -121,20 +121,9 @@ def _grid(entries: Sequence[ReportEntry]) -> Html:
         )
         cells.setdefault(row, {}).setdefault(kind, []).append(h("div", link, class_="cell"))
     kinds = sorted({kind for row in cells.values() for kind in row})
-    rows = [
-        h("tr", h("th", recipe, scope="row"), h("td", target), [h("td", verdicts.get(kind) or "—") for kind in kinds])
-        for (recipe, target), verdicts in sorted(cells.items())
-    ]
-    head = h("tr", [h("th", name, scope="col") for name in ("Recipe", "Target", *kinds)])
-    caption = h("caption", "Verdicts by recipe, target and artifact")
-    return h(
-        "div",
-        h("table", caption, h("thead", head), h("tbody", rows), class_="grid-of"),
-        class_="wide",
-        role="group",
-        aria_label="Verdicts by recipe, target and artifact",
-        tabindex="0",
-    )
+    rows = [(*row, *(verdicts.get(kind) or "—" for kind in kinds)) for row, verdicts in sorted(cells.items())]
+    columns = ("Recipe", "Target", *kinds)
+    return sections.table("Verdicts by recipe, target and artifact", columns, rows, look="grid-of")
 
 
 def _step_times(entries: Sequence[ReportEntry]) -> list[tuple[str, Html]]:

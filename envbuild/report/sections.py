@@ -61,7 +61,7 @@ def h(tag: str, *children: object, **attributes: object) -> Html:
 
 def joined(*children: object) -> Html:
     """Return `children`, which may be lists of children, one after the other."""
-    return Html("".join(_child(child) for child in children))
+    return Html("".join(map(_escaped, children)))
 
 
 def prose(text: str) -> Html:
@@ -75,10 +75,16 @@ def prose(text: str) -> Html:
     return joined(parts, text[end:])
 
 
-def table(caption: str, columns: Iterable[str], rows: Iterable[Iterable[object]], numbers: Iterable[int] = ()) -> Html:
+def table(
+    caption: str,
+    columns: Iterable[str],
+    rows: Iterable[Iterable[object]],
+    numbers: Iterable[int] = (),
+    look: str | None = None,
+) -> Html:
     """Return a table whose first column heads its rows; a wide table scrolls by itself.
 
-    `numbers` are the places of columns with figures.
+    `numbers` are the places of columns with figures, `look` is its class in the style sheet.
     """
     right = set(numbers)
     head = [h("th", name, scope="col", class_="n" if place in right else None) for place, name in enumerate(columns)]
@@ -87,7 +93,7 @@ def table(caption: str, columns: Iterable[str], rows: Iterable[Iterable[object]]
         first, *rest = row
         cells = [h("td", cell, class_="n" if place in right else None) for place, cell in enumerate(rest, start=1)]
         body.append(h("tr", h("th", first, scope="row"), cells))
-    inner = h("table", h("caption", caption), h("thead", h("tr", head)), h("tbody", body))
+    inner = h("table", h("caption", caption), h("thead", h("tr", head)), h("tbody", body), class_=look)
     # Who has no mouse scrolls it with the keyboard.
     return h("div", inner, class_="wide", role="group", aria_label=caption, tabindex="0")
 
@@ -103,17 +109,11 @@ def folded(summary: object, *children: object, is_open: bool = False) -> Html:
     return h("details", h("summary", summary), h("div", *children, class_="inner"), open=is_open)
 
 
-def _child(child: object) -> str:
-    if child is None:
-        return ""
-    if isinstance(child, Html):
-        return child
-    if isinstance(child, (list, tuple)):
-        return joined(*child)
-    return _escaped(child)
-
-
 def _escaped(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, (list, tuple)):
+        return joined(*value)
     return value if isinstance(value, Html) else html.escape(visible(str(value)))
 
 
