@@ -240,29 +240,23 @@ def uv_settings(pip: PipConfig, indexes: Sequence[str], newest: Mapping[str, str
 
     `newest` maps URLs of indexes, "" for all others, to the time up to which uv takes their files; False for any time.
     """
-    lines = [f"exclude-newer = {toml_value(newest[''])}"] if "" in newest else []
-    if newest.keys() - {""}:
-        lines.append('preview-features = ["index-exclude-newer"]')
-    lines += [
-        # pip takes the best version from all indexes together. uv's default stops at the first index that knows
-        # a name, so an old copy on a recipe's index would hide every newer version. Locked hashes protect
-        # against a file from the wrong index.
-        'index-strategy = "unsafe-best-match"'
-    ]
-    if pip.no_index:
-        lines.append("no-index = true")
-    if pip.find_links:
-        lines.append(f"find-links = {toml_value(pip.find_links)}")
-    if pip.trusted_hosts:
-        lines.append(f"allow-insecure-host = {toml_value(pip.trusted_hosts)}")
-    if not pip.no_index:
-        for url in dict.fromkeys([*indexes, *pip.extra_index_urls]):
-            if url != pip.index_url:
-                lines += ["", "[[index]]", f"url = {toml_value(url)}"]
-                lines += [f"exclude-newer = {toml_value(newest[url])}"] if url in newest else []
-        if pip.index_url is not None:
-            lines += ["", "[[index]]", f"url = {toml_value(pip.index_url)}", "default = true"]
-            lines += [f"exclude-newer = {toml_value(newest[pip.index_url])}"] if pip.index_url in newest else []
+
+    def timed(url: str) -> dict[str, object]:
+        return {"exclude-newer": newest[url]} if url in newest else {}
+
+    settings = timed("") | ({"preview-features": ["index-exclude-newer"]} if newest.keys() - {""} else {})
+    # pip takes the best version from all indexes together. uv's default stops at the first index that knows a name, so
+    # an old copy on a recipe's index would hide every newer version. Locked hashes protect against a file from the
+    # wrong index.
+    settings["index-strategy"] = "unsafe-best-match"
+    options = {"no-index": pip.no_index, "find-links": pip.find_links, "allow-insecure-host": pip.trusted_hosts}
+    lines = toml_pairs(settings | {name: value for name, value in options.items() if value})
+    urls = dict.fromkeys([*indexes, *pip.extra_index_urls])
+    tables = [{"url": url} | timed(url) for url in urls if url != pip.index_url]
+    if pip.index_url is not None:
+        tables.append({"url": pip.index_url, "default": True} | timed(pip.index_url))
+    for table in () if pip.no_index else tables:
+        lines += ["", "[[index]]", *toml_pairs(table)]
     return "\n".join(lines) + "\n"
 
 
