@@ -128,14 +128,10 @@ def toleration(text: str) -> dict[str, str] | None:
     return made | ({"effect": match["effect"]} if match["effect"] else {})
 
 
-def toleration_problem(text: str) -> str | None:
-    """Return why `text` is not a taint, or None."""
-    if toleration(text) is not None:
-        return None
-    return (
-        f"{text!r} is not KEY, KEY:EFFECT or KEY=VALUE:EFFECT of a taint, EFFECT being NoSchedule, PreferNoSchedule or "
-        "NoExecute"
-    )
+toleration_problem = form(
+    _TAINT.pattern,
+    "is not KEY, KEY:EFFECT or KEY=VALUE:EFFECT of a taint, EFFECT being NoSchedule, PreferNoSchedule or NoExecute",
+)
 
 
 def volume_source(text: str) -> tuple[dict[str, object], bool] | None:
@@ -502,11 +498,8 @@ def runtime_conflicts(table: KubernetesTable) -> Iterator[tuple[str, str, str]]:
         if table.runtime != DEFAULT_RUNTIME:
             yield "runtime", "is for TrainJobs, and a PyTorchJob has none", 'api = "v2", or leave it out'
         return
-    for name, default in (("priority_class", ""), ("ttl", None), ("retries", 3)):
-        if getattr(table, name) != default:
-            field = {"priority_class": "priorityClassName", "ttl": "ttlSecondsAfterFinished", "retries": "backoffLimit"}
-            yield (
-                name,
-                f"a TrainJob cannot set {field[name]}",
-                f"leave it out, and name a ClusterTrainingRuntime that has {field[name]} in [kubernetes] runtime",
-            )
+    fields = {"priority_class": "priorityClassName", "ttl": "ttlSecondsAfterFinished", "retries": "backoffLimit"}
+    for name, field in fields.items():
+        if getattr(table, name) != getattr(KubernetesTable(), name):
+            hint = f"leave it out, and name a ClusterTrainingRuntime that has {field} in [kubernetes] runtime"
+            yield name, f"a TrainJob cannot set {field}", hint
