@@ -162,7 +162,8 @@ def _judged(
         raise _refused(artifact, "its verification did not pass")
     if (attested_receipt.get("settings") or {}).get("quick"):
         raise _refused(artifact, "it was verified with --verify quick only")
-    if missing := _missing(attested_receipt, trust.checks):
+    passed = {check["name"] for check in attested_receipt["checks"] if check["status"] == "pass"}
+    if missing := [name for name in trust.checks if name not in passed]:
         raise _refused(artifact, f"its receipt lacks checks that passed: {', '.join(missing)}")
     try:
         verified_at = datetime.fromisoformat(attested_receipt["verified_at"]).astimezone(UTC)
@@ -181,11 +182,6 @@ def _judged(
 def _fixed(receipt: Mapping[str, Any]) -> dict[str, Any]:
     artifact = {name: value for name, value in receipt["artifact"].items() if name not in _MAY_CHANGE}
     return {**receipt, "artifact": artifact}
-
-
-def _missing(receipt: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    passed = {check["name"] for check in receipt["checks"] if check["status"] == "pass"}
-    return [name for name in names if name not in passed]
 
 
 def _refused(artifact: Path, why: str) -> VerificationError:
