@@ -238,11 +238,9 @@ def _where(loaded: LoadedRecipe, name: str) -> str:
 
 def expected_layers(loaded: LoadedRecipe, target: Target) -> tuple[SourceLayer, ...]:
     """Return the layers of the packages that `target` may build from source, without data that only a lock has."""
-    names = {**loaded.builds(target)}
-    for conda in (False, True):
-        direct = references(loaded.requirements(target, conda))
-        names |= {name: loaded.build_table(name) for name, reference in direct.items() if not reference.is_wheel}
-    return tuple(_built_layer(name, target, table) for name, table in sorted(names.items()))
+    requirements = (*loaded.requirements(target, conda=False), *loaded.requirements(target, conda=True))
+    builds = loaded.builds(target, requirements)
+    return tuple(_built_layer(name, target, table) for name, table in sorted(builds.items()))
 
 
 def built_layers(loaded: LoadedRecipe, target: Target, lock: Lock | CondaLock) -> tuple[SourceLayer, ...]:

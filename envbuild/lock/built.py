@@ -357,8 +357,7 @@ def sources_of(
     recipe: LoadedRecipe, target: Target, environment: Environment, requirements: Sequence[str], offline: bool
 ) -> Sources:
     """Return the sources of the packages in [build], and of `requirements` that are direct references."""
-    direct, builds = references(requirements), recipe.builds(target)
-    builds |= {name: recipe.build_table(name) for name, reference in direct.items() if not reference.is_wheel}
+    direct, builds = references(requirements), recipe.builds(target, requirements)
     return Sources(recipe, environment, offline, direct, builds, recipe.recipe.targets[target.name].indexes)
 
 

@@ -124,18 +124,15 @@ def resolve(
         else:
             command = f"{recipe.recipe.name} --target {target.name}"
             names = [*lines_of, *filtered_names(done.stderr)]
-            if too_new := _too_new(recipe, offers, lines_of, dict.fromkeys(names), python, platform):
-                raise LockError(
-                    f"{recipe.path}: target {target.name} cannot be resolved:\n{explanation(done)}"
-                    + "".join(f"\n  {line}" for line in (*too_new, *notes)),
-                    f"allow an older release, or change `exclude_newer` at {recipe.where('exclude_newer')}; for an "
-                    'index that you trust, write "off" in [exclude_newer_index]',
-                )
-            raise LockError(
-                f"{recipe.path}: target {target.name} cannot be resolved:\n{explanation(done)}"
-                + "".join(f"\n  {note}" for note in notes),
-                uv.hint(done.stderr, requirements, table.requirements, command, unreached=bool(notes)),
+            too_new = _too_new(recipe, offers, lines_of, dict.fromkeys(names), python, platform)
+            problem = [explanation(done), *(f"  {line}" for line in (*too_new, *notes))]
+            hint = (
+                f"allow an older release, or change `exclude_newer` at {recipe.where('exclude_newer')}; for an "
+                'index that you trust, write "off" in [exclude_newer_index]'
+                if too_new
+                else uv.hint(done.stderr, requirements, table.requirements, command, unreached=bool(notes))
             )
+            raise LockError("\n".join([f"{recipe.path}: target {target.name} cannot be resolved:", *problem]), hint)
         pylock = uv.pylock.read_text(encoding="utf-8")
         rows = [row for row in tomllib.loads(pylock).get("packages", []) if normalise(row["name"]) not in provided]
         rows.sort(key=lambda row: str(row["name"]))

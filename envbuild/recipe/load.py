@@ -15,7 +15,7 @@ from envbuild.base.text import normalise
 from envbuild.base.toml import Document, Problem, decode, nearest, read
 from envbuild.contract.verification import VerifySettings
 from envbuild.recipe import model
-from envbuild.recipe.checks import requirement_parts
+from envbuild.recipe.checks import references, requirement_parts
 from envbuild.recipe.model import (
     BuildTable,
     SlimTable,
@@ -88,29 +88,16 @@ class LoadedRecipe:
         """Normalised name of each package in `[indexes]` → name of its index."""
         return {normalise(project): index for project, index in self.recipe.indexes.items()}
 
-    def _bound_of(self, requirements: Iterable[str]) -> dict[str, object]:
-        """Return the names and indexes of bound `requirements`, as input of a lock's digest; {} if none is bound."""
-        names = {requirement_parts(text)[0] for text in requirements}
-        bound = {name: index for name, index in self.bound.items() if name in names}
-        return {"bound": bound} if bound else {}
-
-    def builds(self, target: Target) -> dict[str, BuildTable]:
-        """Return the tables of [build] for `target`, by normalised name."""
-        return {normalise(name): table for name, table in self.recipe.build.items() if table.for_target(target.name)}
+    def builds(self, target: Target, requirements: Iterable[str] = ()) -> dict[str, BuildTable]:
+        """Return the tables of [build] for `target` and for sources that `requirements` name, by normalised name."""
+        own = {normalise(name): table for name, table in self.recipe.build.items() if table.for_target(target.name)}
+        direct = (reference for reference in references(requirements).values() if not reference.is_wheel)
+        return own | {reference.name: self.build_table(reference.name) for reference in direct}
 
     def build_table(self, name: str) -> BuildTable:
         """Return the [build] table of a package (normalised name), or an empty table."""
         known = {normalise(package): table for package, table in self.recipe.build.items()}
         return known.get(name, BuildTable())
-
-    def _builds_of(self, target: Target) -> dict[str, object]:
-        """Return the [build] settings for `target`, as input of a lock's digest; {} if there are none."""
-        tables = self.builds(target)
-        builds = {
-            name: [table.requires, table.dependencies, table.environment, table.isolation]
-            for name, table in tables.items()
-        }
-        return {"build": builds} if builds else {}
 
     def requirements(self, target: Target, conda: bool) -> tuple[str, ...]:
         """Return the requirements of `target`; with `conda`, the requirements that pip adds to the conda packages."""
@@ -215,6 +202,17 @@ class LoadedRecipe:
     def _inputs(self, target: Target, requirements: tuple[str, ...]) -> dict[str, object]:
         """Return the inputs of a resolution of `requirements`, which count in the digest of its lock."""
         recipe, table = self.recipe, self.recipe.targets[target.name]
+        names = {requirement_parts(text)[0] for text in requirements}
+        # They count only if the recipe has them.
+        optional = {
+            "bound": {name: index for name, index in self.bound.items() if name in names},
+            "build": {
+                name: [own.requires, own.dependencies, own.environment, own.isolation]
+                for name, own in self.builds(target).items()
+            },
+            "overrides": recipe.overrides if requirements else (),
+            "exclude_newer": self.exclude_newer(target),
+        }
         return {
             "target": target.name,
             "python": recipe.python,
@@ -222,10 +220,7 @@ class LoadedRecipe:
             "constraints": recipe.constraints,
             "indexes": table.indexes,
             "glibc": table.glibc,
-            **self._bound_of(requirements),
-            **self._builds_of(target),
-            **({"overrides": recipe.overrides} if recipe.overrides and requirements else {}),
-            **({"exclude_newer": ages} if (ages := self.exclude_newer(target)) else {}),
+            **{key: value for key, value in optional.items() if value},
         }
 
     def exclude_newer(self, target: Target) -> dict[str, str]:
