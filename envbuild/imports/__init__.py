@@ -35,34 +35,24 @@ def _read_text(path: Path) -> Iterator[Statement]:
     yield from (read_conda_list if is_conda_list(text_of(path)) else read_requirements)(path)
 
 
-# Format → the pattern of its file names, and its reader. The first pattern that matches counts.
-FORMATS: dict[str, tuple[str, Callable[..., Iterator[Statement]]]] = {
-    "pyproject.toml": (r"pyproject([.-][\w.-]+)?\.toml", read_pyproject),
-    "uv.lock": (r"uv\.lock", read_toml_lock),
-    "pylock.toml": (r"pylock(\.[^.]+)?\.toml", read_toml_lock),
-    "poetry.lock": (r"poetry\.lock", read_toml_lock),
-    "Pipfile.lock": (r"Pipfile\.lock", read_pipfile_lock),
-    "conda-lock.yml": (r".*conda-lock\.ya?ml", read_conda_lock),
-    "Pipfile": (r"Pipfile(?:\.(?!lock)[\w-]+)?", read_pipfile),
-    "setup.py": (r"setup\.py", read_setup),
-    "setup.cfg": (r"setup\.cfg", read_setup_cfg),
-    "pixi.lock": (r"pixi\.lock", read_pixi_lock),
-    "pixi.toml": (r"pixi\.toml", read_pixi),
-    "environment.yml": (r".*\.ya?ml", read_environment),
-    "Dockerfile": (r"(.*[._-])?([Dd]ocker|[Cc]ontainer)file([._-].*)?", read_dockerfile),
-    "requirements.txt": (r".*\.(txt|in)", _read_text),
+# Format → the pattern of its file names, its reader, and whether people write such files: then comments may name GPUs.
+# The first pattern that matches counts.
+FORMATS: dict[str, tuple[str, Callable[..., Iterator[Statement]], bool]] = {
+    "pyproject.toml": (r"pyproject([.-][\w.-]+)?\.toml", read_pyproject, True),
+    "uv.lock": (r"uv\.lock", read_toml_lock, False),
+    "pylock.toml": (r"pylock(\.[^.]+)?\.toml", read_toml_lock, False),
+    "poetry.lock": (r"poetry\.lock", read_toml_lock, False),
+    "Pipfile.lock": (r"Pipfile\.lock", read_pipfile_lock, False),
+    "conda-lock.yml": (r".*conda-lock\.ya?ml", read_conda_lock, False),
+    "Pipfile": (r"Pipfile(?:\.(?!lock)[\w-]+)?", read_pipfile, True),
+    "setup.py": (r"setup\.py", read_setup, True),
+    "setup.cfg": (r"setup\.cfg", read_setup_cfg, True),
+    "pixi.lock": (r"pixi\.lock", read_pixi_lock, False),
+    "pixi.toml": (r"pixi\.toml", read_pixi, True),
+    "environment.yml": (r".*\.ya?ml", read_environment, True),
+    "Dockerfile": (r"(.*[._-])?([Dd]ocker|[Cc]ontainer)file([._-].*)?", read_dockerfile, True),
+    "requirements.txt": (r".*\.(txt|in)", _read_text, True),
 }
-# Readers of files that people write: their comments may name GPUs.
-_COMMENTED = (
-    read_pyproject,
-    read_pixi,
-    read_environment,
-    read_dockerfile,
-    read_pipfile,
-    read_setup,
-    read_setup_cfg,
-    _read_text,
-)
 # Files that envbuild does not read → what converts them, a pattern of their dependencies, the file that has them too.
 _CONVERTED = {
     "pdm.lock": ("`pdm export --format pylock --output pylock.toml` converts it", r"^\[\[package\]\]", "pylock.toml"),
@@ -110,7 +100,7 @@ def read_source(path: Path, groups: Collection[str] = (), recipe: Path = _RECIPE
 
 
 def _read_file(path: Path, groups: Collection[str]) -> Iterator[Statement]:
-    reader = FORMATS[_format(path.name)][1]
+    _, reader, is_written = FORMATS[_format(path.name)]
     statements = reader(path, groups) if reader is read_toml_lock else reader(path)
     if reader is read_setup:  # its other lines may name GPUs, too: CUDAExtension
         read = list(statements)
@@ -118,7 +108,7 @@ def _read_file(path: Path, groups: Collection[str]) -> Iterator[Statement]:
         others = (sign for sign in _signs_in(path, text_of(path), UNREAD_LINE) if sign.place not in known)
         statements = iter((*read, *others))
     yield from statements
-    if reader in _COMMENTED:
+    if is_written:
         yield from comments_with_signs(path)
     folder = path.absolute().parent.name
     shown = f"{folder}/{path.name}" if _GPU_FOLDER.fullmatch(folder.lower()) else path.name
@@ -206,4 +196,4 @@ def _hint(name: str) -> str:
 
 
 def _format(name: str) -> str:
-    return next((format_name for format_name, (pattern, _) in FORMATS.items() if re.fullmatch(pattern, name)), "")
+    return next((format_name for format_name, row in FORMATS.items() if re.fullmatch(row[0], name)), "")
