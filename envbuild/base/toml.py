@@ -115,20 +115,20 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise ValueError("arrays or tables are nested too deeply") from None
 
 
-def value_at(value: Any, *keys: str) -> Any:
+def value_at(value: Any, *keys: str | int) -> Any:
     """Return the value at `keys` in unvalidated data, None if it is missing."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value
 
 
-def table_at(value: Any, *keys: str) -> dict[str, Any]:
+def table_at(value: Any, *keys: str | int) -> dict[str, Any]:
     """Return the table at `keys` in unvalidated data, {} if there is none."""
     table = value_at(value, *keys)
     return table if isinstance(table, dict) else {}
 
 
-def list_at(value: Any, *keys: str) -> list[Any]:
+def list_at(value: Any, *keys: str | int) -> list[Any]:
     """Return the list at `keys` in unvalidated data, [] if there is none."""
     values = value_at(value, *keys)
     return values if isinstance(values, list) else []

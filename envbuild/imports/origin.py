@@ -18,7 +18,7 @@ from envbuild.base import atomic
 from envbuild.base.errors import EnvbuildError, RecipeError, UsageError
 from envbuild.base.files import project_folder
 from envbuild.base.progress import log
-from envbuild.base.toml import Document, Keys, list_at, parse_toml, read, table_at, table_text
+from envbuild.base.toml import Document, Keys, list_at, parse_toml, read, table_at, table_text, value_at
 from envbuild.environment import Environment
 from envbuild.imports import read_source
 from envbuild.imports.compose import compose
@@ -56,7 +56,7 @@ def merge(text: str, base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[s
             conflicts.append(_conflict(place, before, after, here))
         elif before is None and (other := _elsewhere(place, mine, gone)):
             conflicts.append(f"{_name(place)}: the sources have {after!r} now; the recipe keeps {other}")
-        elif _is_target(place) and after is None and (own := _own_edits(place, mine, old)):
+        elif after is None and (own := _own_edits(place, mine, old)):
             conflicts.append(f"{_name(place)}: the sources have it no more; the recipe keeps it, with {own}")
             kept.add(place[0])
         else:
@@ -88,11 +88,6 @@ def _identity(keys: Keys, entry: str) -> str:
     return project_of(name.strip()) + (f" ; {marker.strip()}" if marker else "")
 
 
-def _is_target(place: Place) -> bool:
-    keys, _ = place
-    return len(keys) == 2 and keys[0] == "targets"
-
-
 def _elsewhere(place: Place, mine: Mapping[Place, Any], gone: set[Place]) -> str:
     """Return entry and list in which the recipe already requires the package of `place`; "" if there is none."""
     keys, entry = place
@@ -107,8 +102,10 @@ def _elsewhere(place: Place, mine: Mapping[Place, Any], gone: set[Place]) -> str
 
 
 def _own_edits(place: Place, mine: Mapping[Place, Any], old: Mapping[Place, Any]) -> str:
-    """Return the user's edits in a target, for a message: `KEY = VALUE, …`."""
+    """Return the user's edits in a target, for a message: `KEY = VALUE, …`; "" if `place` is none."""
     keys, _ = place
+    if len(keys) != 2 or keys[0] != "targets":
+        return ""
     inside = [place for place in {**mine, **old} if place[0][:2] == keys and mine.get(place) != old.get(place)]
     return ", ".join(f"{_name(place)} = {mine.get(place)!r}" for place in inside)
 
@@ -116,34 +113,23 @@ def _own_edits(place: Place, mine: Mapping[Place, Any], old: Mapping[Place, Any]
 def _applied(text: str, place: Place, before: Any, after: Any) -> str:
     """Return `text` with the value `before` at `place` replaced by `after`, or removed if `after` is None."""
     keys, entry = place
-    data = parse_toml(text)
+    known = value_at(parse_toml(text), *keys)
     if not entry:
         if after is not None:
             return set_value(text, keys, after)
-        return _without(text, keys) if _has(data, keys) else text
-    array = _value(data, keys)
+        return text if known is None else _without(text, keys)
     if after is None:
-        return delete_value(text, (*keys, array.index(before))) if isinstance(array, list) and before in array else text
-    if not isinstance(array, list):
+        return delete_value(text, (*keys, known.index(before))) if isinstance(known, list) and before in known else text
+    if not isinstance(known, list):
         return set_value(text, keys, [after])
-    return set_value(text, (*keys, array.index(before) if before in array else len(array)), after)
+    return set_value(text, (*keys, known.index(before) if before in known else len(known)), after)
 
 
 def _without(text: str, keys: Keys) -> str:
     """Return `text` without the key, and without tables that become empty."""
     text, table = delete_value(text, keys), keys[:-1]
-    is_left = table and table[0] != "targets" and _value(parse_toml(text), table) == {}
+    is_left = table and table[0] != "targets" and value_at(parse_toml(text), *table) == {}
     return _without(text, table) if is_left else text
-
-
-def _value(data: Any, keys: Keys) -> Any:
-    for key in keys:
-        data = data.get(key) if isinstance(data, dict) else None
-    return data
-
-
-def _has(data: Any, keys: Keys) -> bool:
-    return _value(data, keys) is not None
 
 
 def _conflict(place: Place, before: Any, after: Any, here: Any) -> str:

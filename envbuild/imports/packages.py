@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from envbuild.base.errors import RecipeError, UsageError
 from envbuild.base.progress import log
 from envbuild.base.text import normalise
-from envbuild.base.toml import Document, Keys, closest, list_at, parse_toml, table_at
+from envbuild.base.toml import Document, Keys, closest, list_at, parse_toml
 from envbuild.environment import Environment
 from envbuild.imports.compose import built_for, differs, needs_index
 from envbuild.imports.statement import project_of
@@ -25,10 +25,9 @@ from envbuild.recipe.checks import DIRECT
 from envbuild.recipe.load import LoadedRecipe, decode_recipe
 from envbuild.recipe.targets import Target, torch_index
 
-# Files and folders as a shell has them, and versions as uv, npm and conda write them.
+# Files and folders as a shell has them, and versions as uv, npm and conda write them: NAME@VERSION, NAME=VERSION.
 _PATH = re.compile(r"\.{0,2}/|.*\.(whl|zip|tar\.gz|txt|toml)$|\.$")
-_AT = re.compile(r"([A-Za-z0-9][\w.-]*)@([\w.*+!-]+)")
-_EQUALS = re.compile(r"([A-Za-z0-9][\w.-]*(?:\[[^]]*\])?)=([^=].*)")
+_OTHER = re.compile(r"([A-Za-z0-9][\w.-]*)@([\w.*+!-]+)|([A-Za-z0-9][\w.-]*(?:\[[^]]*\])?)=([^=].*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +69,12 @@ class _Editor:
     def entries(self, lists: Sequence[Keys], name: str) -> Iterator[tuple[Keys, int, str]]:
         """Yield the entries of `lists` for the package `name`, the last one of each list first."""
         for keys in lists:
-            items = list(enumerate(list_at(self.data, *map(str, keys))))
+            items = list(enumerate(list_at(self.data, *keys)))
             yield from ((keys, n, text) for n, text in reversed(items) if isinstance(text, str) and _name(text) == name)
 
     def put(self, keys: Keys, number: int | None, text: str) -> None:
         """Write `text` as entry `number` of the list at `keys`, None for a new one."""
-        items = list_at(self.data, *map(str, keys))
+        items = list_at(self.data, *keys)
         old = "" if number is None else str(items[number])
         if old == text:
             return
@@ -83,9 +82,9 @@ class _Editor:
         place = len(items) if number is None else number
         self.text = set_value(self.text, (*keys, place) if items else keys, text if items else [text])
 
-    def drop(self, keys: Keys, number: int, old: str) -> None:
+    def drop(self, keys: Keys, entry: str | int, old: str) -> None:
         self.changes.append((_dotted(keys), old, ""))
-        self.text = delete_value(self.text, (*keys, number))
+        self.text = delete_value(self.text, (*keys, entry))
 
     def done(self) -> PackageEdit:
         path = self.loaded.path
@@ -182,10 +181,7 @@ def _lists(loaded: LoadedRecipe, target: str | None, *, conda: bool) -> list[Key
     of_targets: list[Keys] = [("targets", name, own) for name in loaded.recipe.targets]
     if conda:
         return [("conda", "dependencies"), *of_targets]
-    pip_of_conda: list[Keys] = [("conda", "requirements")]
-    if loaded.recipe.environment == "conda":
-        return pip_of_conda
-    return [("requirements",), *of_targets]
+    return [("conda", "requirements")] if loaded.recipe.environment == "conda" else [("requirements",), *of_targets]
 
 
 def _checked(word: str, *, conda: bool) -> str:
@@ -202,10 +198,8 @@ def _checked(word: str, *, conda: bool) -> str:
         if problem := checks.spec_problem(word):
             raise UsageError(f"{word}: {problem}", "write for example 'numpy 2.2.*'")
         return word
-    if match := _AT.fullmatch(word):
-        raise UsageError(f"{word} is not a requirement", f"write {match[1]}=={match[2]}")
-    if match := _EQUALS.fullmatch(word):
-        raise UsageError(f"{word} is not a requirement", f"write {match[1]}=={match[2]}")
+    if match := _OTHER.fullmatch(word):
+        raise UsageError(f"{word} is not a requirement", f"write {'=='.join(filter(None, match.groups()))}")
     if problem := checks.requirement_problem(word):
         raise UsageError(f"{word}: {problem}" if word not in problem else problem, "write for example 'numpy>=2'")
     if DIRECT.match(word):
@@ -231,7 +225,7 @@ def _name(text: str) -> str:
 def _not_there(
     loaded: LoadedRecipe, data: Mapping[str, Any], lists: Sequence[Keys], word: str, name: str
 ) -> UsageError:
-    known = {_name(str(item)) for keys in lists for item in list_at(data, *map(str, keys))}
+    known = {_name(str(item)) for keys in lists for item in list_at(data, *keys)}
     if loaded.code is not None and any(_name(text) == name for text in loaded.recipe.requirements):
         return UsageError(f"{word} is required by [project] of {loaded.path}", "remove it in the project's own files")
     near = closest(name, known)
@@ -244,15 +238,11 @@ def _not_there(
 def _drop_settings(editor: _Editor, name: str) -> None:
     """Remove the entries in [indexes] and [build] of a package that the recipe no longer requires."""
     for table in ("indexes", "build"):
-        build = editor.data.get(table)
-        if isinstance(build, list):
-            indexes = [n for n, item in enumerate(build) if normalise(str(item)) == name]
-            for number in reversed(indexes):
-                editor.drop((table,), number, str(build[number]))
-            continue
-        for key in [key for key in table_at(editor.data, table) if normalise(key) == name]:
-            editor.changes.append((table, key, ""))
-            editor.text = delete_value(editor.text, (table, key))
+        entries = editor.data.get(table, {})
+        rows = list(enumerate(entries)) if isinstance(entries, list) else [(key, key) for key in entries]
+        for entry, package in reversed(rows):
+            if normalise(str(package)) == name:
+                editor.drop((table,), entry, str(package))
 
 
 @contextmanager
