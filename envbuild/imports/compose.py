@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from typing import Any
 
-from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
 from packaging.requirements import Requirement
 
 from envbuild.base.masking import is_secret, masked_text
@@ -29,7 +28,6 @@ from envbuild.imports.signs import (
     tags_of,
 )
 from envbuild.imports.statement import (
-    LINUX,
     OF_HOST,
     OTHER_SYSTEM,
     OWN_NAME,
@@ -49,6 +47,7 @@ from envbuild.imports.statement import (
     of_torch_wheel,
     project_of,
     python_version,
+    requirement_text,
     split_extras,
 )
 from envbuild.recipe import checks
@@ -412,11 +411,14 @@ def _pins(kept: Collection[Statement], python: str, targets: list[Target], lose:
         pin = Requirement(statement.text)
         requirements.setdefault(normalise(pin.name), {})[statement] = pin
     chosen: dict[str, Requirement] = {}
+    places = [(target.arch, python) for target in targets]
     for name, pins in requirements.items():
         several = len({pin.url or str(pin.specifier) for pin in pins.values()}) > 1
         enough = all if several else any
         fitting = [
-            statement for statement, pin in pins.items() if enough(_applies(pin, python, target) for target in targets)
+            statement
+            for statement, pin in pins.items()
+            if enough(for_linux(str(pin.marker or ""), [place]) for place in places)
         ]
         if len({pins[statement].url or str(pins[statement].specifier).partition("+")[0] for statement in fitting}) == 1:
             chosen[name] = pins[fitting[0]]
@@ -426,18 +428,6 @@ def _pins(kept: Collection[Statement], python: str, targets: list[Target], lose:
             elif name not in chosen:
                 lose(statement, "several versions fit, and the recipe can have one: add it to `constraints`")
     return chosen
-
-
-def _applies(pin: Requirement, python: str, target: Target) -> bool:
-    environment = LINUX | {
-        "python_version": python,
-        "python_full_version": f"{python}.99",
-        "platform_machine": target.arch,
-    }
-    try:
-        return pin.marker is None or pin.marker.evaluate(environment)
-    except (UndefinedComparison, UndefinedEnvironmentName):
-        return True
 
 
 def _merged(kept: Collection[Statement], kind: str) -> dict[str, list[str]]:
@@ -472,14 +462,13 @@ def _project(statement: Statement) -> str:
     return project_of(statement.text)
 
 
-def _joined(name: str, extras: Collection[str], specifiers: Iterable[str]) -> str:
-    return name + (f"[{','.join(sorted(extras))}]" if extras else "") + ",".join(dict.fromkeys(specifiers))
+def _joined(name: str, extras: Collection[str], specifiers: Iterable[str], marker: object = None) -> str:
+    return requirement_text(name, sorted(extras), ",".join(dict.fromkeys(specifiers)), str(marker or ""))
 
 
 def _at(pin: Requirement, requirement: Requirement) -> str:
     """Return the requirement with the address from its `pin` instead of a version."""
-    marker = f" ; {requirement.marker}" if requirement.marker else ""
-    return _joined(requirement.name, requirement.extras | pin.extras, [f" @ {pin.url}"]) + marker
+    return _joined(requirement.name, requirement.extras | pin.extras, [f" @ {pin.url}"], requirement.marker)
 
 
 def local_version(target: Target) -> str:
@@ -534,9 +523,7 @@ def built_for(text: str, pin: Requirement | None, target: Target, old: str = "")
         return match[0] if is_kept else f"{match[1]}{match[2]}{'' if unknown else local}"
 
     built = [re.sub(r"^(===?)([^+*]+)(\+.*)?$", replaced, part) for part in parts]
-    return _joined(requirement.name, requirement.extras, built) + (
-        f" ; {requirement.marker}" if requirement.marker else ""
-    )
+    return _joined(requirement.name, requirement.extras, built, requirement.marker)
 
 
 def _rebuilt(kept: Collection[Statement], targets: Sequence[Target], given_target: bool) -> Iterator[Statement]:

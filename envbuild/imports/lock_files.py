@@ -40,6 +40,7 @@ from envbuild.imports.statement import (
     lost,
     project_of,
     python_of,
+    requirement_text,
     text_of,
 )
 from envbuild.inspect.facts import PythonPackage
@@ -152,9 +153,7 @@ def _manifest(document: Document) -> Iterator[Statement]:
             if _ELSEWHERE & row.keys():
                 yield lost(row, place, SOURCE)
                 continue
-            extras = ",".join(map(str, list_at(row, "extras")))
-            text = f"{row.get('name')}{f'[{extras}]' if extras else ''}{row.get('specifier', '')}"
-            yield Statement(kind, f"{text} ; {row['marker']}" if row.get("marker") else text, place)
+            yield Statement(kind, _requirement(row, str(row.get("marker") or "")), place)
     markers = [str(marker) for marker in list_at(document.data, "supported-markers")]
     yield from python_of(markers, document.where("supported-markers"))
 
@@ -294,12 +293,7 @@ def _own(row: Mapping[str, Any], place: str) -> Iterator[Statement]:
     for group, rows in {"": metadata.get("requires-dist"), **table_at(metadata, "requires-dev")}.items():
         for requirement_row in map(table_at, list_at(rows)):
             marker = str(requirement_row.get("marker", ""))
-            extras = ",".join(str(item) for item in list_at(requirement_row, "extras"))
-            rest = re.sub(rf"(?: and )?{_EXTRA}(?: and )?", "", marker)
-            text = (
-                f"{requirement_row.get('name')}{f'[{extras}]' if extras else ''}{requirement_row.get('specifier', '')}"
-            )
-            text = f"{text} ; {rest}" if rest else text
+            text = _requirement(requirement_row, re.sub(rf"(?: and )?{_EXTRA}(?: and )?", "", marker))
             own = group or " ".join(re.findall(_EXTRA, marker))
             if normalise(str(requirement_row.get("name"))) == normalise(str(row.get("name"))):
                 yield lost(text, place, OWN, own)
@@ -307,6 +301,11 @@ def _own(row: Mapping[str, Any], place: str) -> Iterator[Statement]:
                 yield lost(requirement_row, place, OWN_NAME, own)
             else:
                 yield Statement("requirement", text, place, own)
+
+
+def _requirement(row: Mapping[str, Any], marker: str) -> str:
+    """Return the requirement in a row of a uv.lock, with another marker."""
+    return requirement_text(row.get("name"), list_at(row, "extras"), str(row.get("specifier", "")), marker)
 
 
 def _address(row: Mapping[str, Any], source: Mapping[str, Any]) -> str:
@@ -369,7 +368,8 @@ def read_pipfile(path: Path) -> Iterator[Statement]:
     tables = {name: table_at(table) for name, table in document.data.items() if name not in _NO_CATEGORIES}
     for number, row in enumerate(map(table_at, list_at(document.data, "source"))):
         # An index that packages name belongs to their categories.
-        users = [name for name, table in tables.items() for given in table.values() if _names_index(given, row)]
+        indexes = [(name, value_at(given, "index")) for name, table in tables.items() for given in table.values()]
+        users = [name for name, index in indexes if index is not None and index == row.get("name")]
         group = " ".join(dict.fromkeys(_CATEGORIES.get(name, name) for name in users))
         if row.get("verify_ssl") is False:
             yield lost(f"verify_ssl = false of {row.get('url')}", document.where("source", number), TRUST)
@@ -383,10 +383,6 @@ def read_pipfile(path: Path) -> Iterator[Statement]:
             yield from poetry_requirement(name, _as_poetry(about), place, group)
             if "index" in about:
                 yield lost(f"{name}: index = {about['index']}", place, BOUND, group)
-
-
-def _names_index(given: object, source: Mapping[str, Any]) -> bool:
-    return isinstance(given, dict) and given.get("index") is not None and given.get("index") == source.get("name")
 
 
 def _as_poetry(about: Mapping[str, Any]) -> dict[str, Any]:
@@ -424,8 +420,7 @@ def read_pipfile_lock(path: Path) -> Iterator[Statement]:
             if not address and (not isinstance(about.get("version"), str) or _ELSEWHERE & about.keys()):
                 yield lost(f"{name} {row}", place, SOURCE)
             else:
-                extras = ",".join(map(str, list_at(about, "extras")))
-                full = f"{name}[{extras}]" if extras else name
+                full = requirement_text(name, list_at(about, "extras"), "")
                 version = f" @ {address}" if address else about["version"].removeprefix("==")
                 yield _pin(full, version, _markers(about), place, group)
     yield lost("hashes", str(path), HASHES)

@@ -42,6 +42,7 @@ from envbuild.imports.statement import (
     git_address,
     index_of,
     lost,
+    requirement_text,
     split_extras,
     text_of,
 )
@@ -310,7 +311,6 @@ def poetry_requirement(name: str, about: dict[str, Any], place: str, group: str)
     if version is None:
         yield lost(f"{name} {about['version']}", place, ALTERNATIVES, group)
     else:
-        extras = ",".join(str(extra) for extra in list_at(about, "extras"))
         python = (poetry_specifier(str(about.get("python", ""))) or "").split(",")
         systems = str(about.get("platform", "")).split(",")
         markers = [str(about["markers"])] if "markers" in about else []
@@ -321,7 +321,7 @@ def poetry_requirement(name: str, about: dict[str, Any], place: str, group: str)
         marker = " and ".join(f"({marker})" if " or " in marker else marker for marker in markers)
         marker, named = split_extras(marker)
         group = named or group
-        text = f"{name}{f'[{extras}]' if extras else ''}{version}{f' ; {marker}' if marker else ''}"
+        text = requirement_text(name, list_at(about, "extras"), version, marker)
         yield Statement("requirement", text, place, group)
         if re.match(r"[~^](?!=)[^+]*\+", given := str(about.get("version", "")).strip()):
             yield lost(f"{name} {given}", place, f"PEP 440 has no local versions in ranges: carried as {text}", group)

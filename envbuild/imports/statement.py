@@ -23,6 +23,7 @@ from envbuild.base.files import read_small
 from envbuild.base.text import normalise
 from envbuild.base.toml import Document, list_at, parse_toml, table_at, table_text, value_at
 from envbuild.data import load_table
+from envbuild.recipe.checks import LINUX
 from envbuild.recipe.load import LoadedRecipe, decode_recipe
 from envbuild.recipe.model import NAME_PATTERN, PYTHONS
 from envbuild.recipe.targets import ARCHES
@@ -53,15 +54,6 @@ OWN_NAME = (
 SOURCE = "a source other than an index or git; give its wheel to an index or a find-links folder of the site"
 
 
-# The environment of markers on Linux, without architecture and Python.
-LINUX = {
-    "sys_platform": "linux",
-    "platform_system": "Linux",
-    "os_name": "posix",
-    "extra": "",
-    "implementation_name": "cpython",
-    "platform_python_implementation": "CPython",
-}
 _EXTRAS = re.compile(
     r"""\bextra\s*(?:==|!=)\s*['"][^'"]*['"]|['"][^'"]*['"] (?:not )?in (?:extras|dependency_groups)"""
 )
@@ -107,7 +99,7 @@ def for_linux(marker: str, places: Iterable[tuple[str, str]] | None = None) -> b
         parsed = _parsed(_EXTRAS.sub("python_version >= '3'", marker))
         names = ("platform_machine", "python_version", "python_full_version")
         return any(
-            parsed.evaluate(LINUX | dict(zip(names, (arch, python, f"{python}.9"), strict=True)))
+            parsed.evaluate(LINUX | dict(zip(names, (arch, python, f"{python}.99"), strict=True)))
             for arch, python in (linux_places() if places is None else places)
         )
     except ValueError:  # of packaging.markers, and of int() for thousands of digits
@@ -179,6 +171,12 @@ def variable(name: str, value: str, place: str) -> Iterator[Statement]:
 def index_of(text: str, place: str) -> Statement:
     """Return the statement of an index's URL, to which uv may give a name: NAME=URL."""
     return Statement("index", re.sub(r"^[\w.-]+=(?=\w+://)", "", text), place)
+
+
+def requirement_text(name: object, extras: Iterable[object], version: str, marker: str = "") -> str:
+    """Return a requirement (PEP 508); `version` is a specifier or an address."""
+    names = ",".join(map(str, extras))
+    return f"{name}{f'[{names}]' if names else ''}{version}{f' ; {marker}' if marker else ''}"
 
 
 def git_address(about: Mapping[str, Any]) -> str:

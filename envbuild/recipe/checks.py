@@ -20,6 +20,15 @@ DIRECT = re.compile(r"\s*+[A-Za-z0-9][A-Za-z0-9._-]*+\s*+(?:\[[^]]*\]\s*+)?@\s*+
 _SDISTS = (".tar.gz", ".zip")
 _REF = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._/+-]*")
 _GIT = ("git+https", "git+ssh", "git+file")
+# The environment of markers (PEP 508) on Linux, without architecture and Python.
+LINUX = {
+    "sys_platform": "linux",
+    "platform_system": "Linux",
+    "os_name": "posix",
+    "extra": "",
+    "implementation_name": "cpython",
+    "platform_python_implementation": "CPython",
+}
 # An index whose files have no limit of age.
 AGE_OFF = "off"
 
@@ -337,14 +346,9 @@ def applicable(lines: Iterable[str], python: str, platform: str, extra: str = ""
     """Return the requirements whose markers hold on the target with this `extra`, by normalised name."""
     from packaging.requirements import Requirement
 
-    variables = {
+    variables = LINUX | {
         "python_version": python,
         "python_full_version": f"{python}.0",
-        "implementation_name": "cpython",
-        "platform_python_implementation": "CPython",
-        "os_name": "posix",
-        "sys_platform": "linux",
-        "platform_system": "Linux",
         "platform_machine": platform.partition("-")[0],
         "extra": extra,
     }
