@@ -369,16 +369,13 @@ def _download(offered: OfferedPython, environment: Environment) -> HostPython:
     variables = {**environment.uv_environment(), "UV_PYTHON_DOWNLOADS": "manual"}
     if offered.mirror:
         variables["UV_PYTHON_INSTALL_MIRROR"] = offered.mirror
-    try:
-        with step(f"downloading Python {offered.version}"):
-            command: list[str | Path] = [environment.uv, "python", "install", offered.version, "--install-dir", folder]
-            command += ["--no-bin", "--no-config", "--quiet"]
-            done = process.run(command, env=variables, check=False)
-            for link in folder.glob("cpython-*"):  # to the newest of a minor version, which the next download moves
-                if link.is_symlink():
-                    link.unlink()
-    except OSError as error:
-        raise store.unwritable(error) from error
+    with store.writing(), step(f"downloading Python {offered.version}"):
+        command: list[str | Path] = [environment.uv, "python", "install", offered.version, "--install-dir", folder]
+        command += ["--no-bin", "--no-config", "--quiet"]
+        done = process.run(command, env=variables, check=False)
+        for link in folder.glob("cpython-*"):  # to the newest of a minor version, which the next download moves
+            if link.is_symlink():
+                link.unlink()
     if done.returncode != 0:
         raise HostError(f"uv cannot download Python {offered.version}:\n{process.tail(done)}", "run it again")
     python = _of_store(folder / offered.build)

@@ -53,11 +53,9 @@ def builder_file(lock: ImageLock, folder: Path, environment: Environment, *, off
         _write_builder(lock, folder, path, environment, offline)
         return True
 
-    try:
-        with file_lock(path.with_suffix(".lock"), remove=True):  # another process may write it meanwhile
-            shared(CacheEntry("builder", key), store.remote, lambda: _is_intact(path, store) or None, make)
-    except OSError as error:
-        raise store.unwritable(error) from error
+    with store.writing(), file_lock(path.with_suffix(".lock"), remove=True):
+        # Another process may have written it meanwhile.
+        shared(CacheEntry("builder", key), store.remote, lambda: _is_intact(path, store) or None, make)
     return path
 
 

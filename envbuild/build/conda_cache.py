@@ -98,7 +98,7 @@ def read_metadata(store: Store, package: CondaPackage, archive: Path) -> Metadat
     size = archive.stat().st_size
     path = store.folder("conda", "info") / f"{package.sha256}.json"
     ours = {"size": size, "room": longest, "file": file, "scripts": scripts}
-    with _writing(store):
+    with store.writing():
         write_note(path, {**info.index, _OURS: ours})
     return Metadata(path, size, longest, file, tuple(scripts))
 
@@ -120,7 +120,7 @@ def stamp(store: Store, packages: Sequence[CondaPackage], read: dict[Stat, str])
 
     Raises BuildError when the store is not writable.
     """
-    with _writing(store):
+    with store.writing():
         trees = each(packages, lambda package, _: tree_digest(folder(store, package), read), _THREADS)
         for package, tree in zip(packages, trees, strict=True):
             write_note(_note(store, package), {"archive": package.sha256, "tree": tree})
@@ -129,7 +129,7 @@ def stamp(store: Store, packages: Sequence[CondaPackage], read: dict[Stat, str])
 def forget(store: Store, packages: Sequence[CondaPackage]) -> None:
     """Remove unpacked packages; environments that are linked from them keep their files."""
     for package in packages:
-        with _writing(store):
+        with store.writing():
             _note(store, package).unlink(missing_ok=True)
         unpacked = folder(store, package)
         remove_tree(unpacked)
@@ -143,7 +143,7 @@ def held(store: Store) -> Iterator[None]:
     store.folder("conda", "stamps")
     message = f"another envbuild uses the conda packages in {store.root}; waiting for it …"
     with contextlib.ExitStack() as stack:
-        with _writing(store):  # on a file system without locks, rattler's own locks have to do
+        with store.writing():  # on a file system without locks, rattler's own locks have to do
             stack.enter_context(file_lock(store.conda_lock, lambda: log(message)))
         for left in pkgs.glob(".*"):
             if left.is_dir():
@@ -202,14 +202,6 @@ def _stamp(store: Store, package: CondaPackage) -> str | None:
 
 def _note(store: Store, package: CondaPackage) -> Path:
     return store.root / "conda" / "stamps" / f"{package.stem}.json"
-
-
-@contextlib.contextmanager
-def _writing(store: Store) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise store.unwritable(error) from error
 
 
 def _mismatched(store: Store, paths: dict[CondaPackage, Path]) -> list[CondaPackage]:

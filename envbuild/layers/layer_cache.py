@@ -243,13 +243,10 @@ def cached(
         with step(shown, printed=True):
             return write()
 
-    try:
-        with file_lock(place.with_suffix(".lock"), remove=True):
-            layer = shared(entry, store.remote, known, make, blobs)  # another process may have written it
-            reuse("layers", title, True)
-            return layer
-    except OSError as error:
-        raise store.unwritable(error) from error
+    with store.writing(), file_lock(place.with_suffix(".lock"), remove=True):
+        layer = shared(entry, store.remote, known, make, blobs)  # another process may have written it
+        reuse("layers", title, True)
+        return layer
 
 
 def known_part(part: LayerRequest, store: Store) -> CachedLayer | None:

@@ -154,15 +154,12 @@ def project_wheel(plan: Plan, environment: Environment, *, offline: bool) -> tup
         path = store.find("wheels", known["sha256"], known["file"].__eq__)
     if path is None:
         log(f"{code.root}: building its wheel")
-        try:
-            with store.working("building") as work:
-                made = _plain(code, work) if code.module else _built(code, work, plan, environment, offline)
-                made = _editable(code, made) if code.editable else made
-                sha256 = hashlib.sha256(made.read_bytes()).hexdigest()
-                path = store.adopt(made, sha256, made.name)
-                write_note(note, {"sha256": sha256, "file": made.name})
-        except OSError as error:
-            raise store.unwritable(error) from error
+        with store.writing(), store.working("building") as work:
+            made = _plain(code, work) if code.module else _built(code, work, plan, environment, offline)
+            made = _editable(code, made) if code.editable else made
+            sha256 = hashlib.sha256(made.read_bytes()).hexdigest()
+            path = store.adopt(made, sha256, made.name)
+            write_note(note, {"sha256": sha256, "file": made.name})
     return *_checked(code, path, plan), path
 
 

@@ -114,12 +114,9 @@ def pack_built(store: Store, place: Path) -> CacheEntry:
     entry = CacheEntry("built", place.name)
     archive = store.root / entry.files[0]
     store.folder("partial")
-    try:
-        with replacing(archive) as temporary, tarfile.open(temporary, "w:gz", compresslevel=6) as tar:
-            for name in ("manifest.json", "tree"):
-                tar.add(place / name, name)
-    except OSError as error:
-        raise store.unwritable(error) from error
+    with store.writing(), replacing(archive) as temporary, tarfile.open(temporary, "w:gz", compresslevel=6) as tar:
+        for name in ("manifest.json", "tree"):
+            tar.add(place / name, name)
     return entry
 
 

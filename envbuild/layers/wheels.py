@@ -267,24 +267,21 @@ def slim_wheel(wheel: Path, sha256: str, name: str, rules: SlimRules, store: Sto
     BuildError for a file that is not a wheel.
     """
     note = store.folder("facts") / f"slim-{key_of('slim', [sha256, name, rules.as_json()])}.json"
-    try:
-        with file_lock(note.with_suffix(".lock"), remove=True):
-            with suppress(OSError, ValueError, KeyError):
-                made = str(read_note(note)["sha256"])
-                if made == sha256:
-                    return wheel, sha256
-                if (path := store.find("wheels", made, wheel.name.__eq__)) is not None:
-                    return path, made
-            with new_file(store.folder("partial"), "slim-") as (_, temporary):
-                did = write_slim_wheel(wheel, sha256, name, rules, temporary)
-                if did:
-                    temporary.chmod(0o644)
-                    made = store.file_digest(temporary)
-                    wheel, sha256 = store.adopt(temporary, made, wheel.name), made
-                    log(f"  slim: {wheel.name}: {human_size(did['bytes'])} left out")
-            write_note(note, {"sha256": sha256})
-    except OSError as error:
-        raise store.unwritable(error) from error
+    with store.writing(), file_lock(note.with_suffix(".lock"), remove=True):
+        with suppress(OSError, ValueError, KeyError):
+            made = str(read_note(note)["sha256"])
+            if made == sha256:
+                return wheel, sha256
+            if (path := store.find("wheels", made, wheel.name.__eq__)) is not None:
+                return path, made
+        with new_file(store.folder("partial"), "slim-") as (_, temporary):
+            did = write_slim_wheel(wheel, sha256, name, rules, temporary)
+            if did:
+                temporary.chmod(0o644)
+                made = store.file_digest(temporary)
+                wheel, sha256 = store.adopt(temporary, made, wheel.name), made
+                log(f"  slim: {wheel.name}: {human_size(did['bytes'])} left out")
+        write_note(note, {"sha256": sha256})
     return wheel, sha256
 
 

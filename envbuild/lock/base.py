@@ -237,7 +237,7 @@ def _local(base: str, arch: str, environment: Environment, folder: Path) -> Pull
     """Return the image in a daemon, layout or archive, or None when `base` is in a registry."""
     kind, _, rest = base.partition(":")
     blobs = environment.store.blobs
-    try:
+    with environment.store.writing():
         if kind == "docker-daemon":
             from envbuild.image.daemon import connect
 
@@ -251,6 +251,4 @@ def _local(base: str, arch: str, environment: Environment, folder: Path) -> Pull
         else:
             return None
         blobs.add(pulled.manifest.raw)
-    except OSError as error:
-        raise environment.store.unwritable(error) from error
     return pulled

@@ -150,12 +150,9 @@ def locate_archive(archive: WantedArchive, host: FetchSettings, *, offline: bool
 
 def adopt_commit(name: str, url: str, commit: str, subdirectory: str, store: Store, env: Mapping[str, str]) -> str:
     """Add the archive of a commit (see git_archive) to the store; return its sha256. Raises RequestFailed."""
-    try:
-        with store.working("building") as work:
-            sha256 = git_archive(url, commit, subdirectory, work / "archive.tar", work, env)
-            store.adopt(work / "archive.tar", sha256, f"{name}-{commit[:12]}.tar", KIND)
-    except OSError as error:
-        raise store.unwritable(error) from error
+    with store.writing(), store.working("building") as work:
+        sha256 = git_archive(url, commit, subdirectory, work / "archive.tar", work, env)
+        store.adopt(work / "archive.tar", sha256, f"{name}-{commit[:12]}.tar", KIND)
     return sha256
 
 

@@ -304,14 +304,11 @@ def download(
     Only one process downloads a `key` at a time; `known` returns the file if another process was faster. Raises the
     RequestFailed of `Client.download`, and BuildError when the store cannot be written.
     """
-    try:
-        with locked_partial(store.folder("partial") / key, client.stop) as path:
-            if there := known():
-                return there
-            digest = client.download(url, path, hashes, on_progress, size)
-            return store.adopt(path, digest, name, kind)
-    except OSError as error:
-        raise store.unwritable(error) from error
+    with store.writing(), locked_partial(store.folder("partial") / key, client.stop) as path:
+        if there := known():
+            return there
+        digest = client.download(url, path, hashes, on_progress, size)
+        return store.adopt(path, digest, name, kind)
 
 
 def from_urls(

@@ -90,11 +90,17 @@ class Store:
         path = self.root.joinpath(*parts)
         while self.first:
             self.first.pop()()
-        try:
+        with self.writing():
             path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Raise BuildError for an OSError of the block, which reads or writes files of the store."""
+        try:
+            yield
         except OSError as error:
             raise self.unwritable(error) from error
-        return path
 
     def unwritable(self, error: OSError) -> BuildError:
         """Return the error for a file that could not be written to the store, or read for it."""
@@ -131,17 +137,15 @@ class Store:
         if not is_file_name(name):
             raise BuildError(f"{name!r:.80} is not a valid file name for the store", "get the file from another source")
         place = self.folder(kind, sha256) / name if kind else self.folder("blobs/sha256") / sha256
-        try:
+        with self.writing():
             os.replace(temporary, place)
-        except OSError as error:
-            raise self.unwritable(error) from error
         self.digests.record(place, sha256)
         return place
 
     def put(self, kind: str, digest: str, name: str, make: Callable[[], bytes]) -> Path:
         """Return the file `kind`/`digest`/`name` with the bytes that `make` returns; write it if it is not there."""
         place = self.root / kind / digest / name
-        try:
+        with self.writing():
             data = make()
             with contextlib.suppress(OSError):
                 if place.read_bytes() == data:
@@ -149,8 +153,6 @@ class Store:
             self.folder(kind, digest)
             with replacing(place) as temporary:
                 temporary.write_bytes(data)
-        except OSError as error:
-            raise self.unwritable(error) from error
         return place
 
     @property
@@ -166,10 +168,8 @@ class Store:
     def working(self, *parts: str) -> Iterator[Path]:
         """Yield a `working_folder` below `parts`. Raises BuildError when it cannot be created."""
         with contextlib.ExitStack() as stack:
-            try:
+            with self.writing():
                 folder = stack.enter_context(working_folder(self.folder(*parts)))
-            except OSError as error:
-                raise self.unwritable(error) from error
             yield folder
 
     def clean_working(self) -> None:

@@ -226,19 +226,16 @@ def remove(store: Store, chosen: Iterable[StoreItem]) -> Removal:
     removed: list[StoreItem] = []
     held: list[StoreItem] = []
     todo = list(chosen)
-    try:
-        with store.working("pruned") as trash, ExitStack() as stack:
-            clean_folders(store.root / "running")
-            # When the first of the running builds began, by the clock of the store's file system.
-            since = min(_times([trash, *(store.root / "running").glob("*")]))
-            if any(item.name.startswith(_CONDA) for item in todo):
-                stack.enter_context(file_lock(store.conda_lock))
-            for start in range(0, len(todo), _BATCH):
-                with folder_lock(store.folder("digests")):
-                    for item in todo[start : start + _BATCH]:
-                        (removed if _put_away(store, item, since, trash) else held).append(item)
-    except OSError as error:
-        raise store.unwritable(error) from error
+    with store.writing(), store.working("pruned") as trash, ExitStack() as stack:
+        clean_folders(store.root / "running")
+        # When the first of the running builds began, by the clock of the store's file system.
+        since = min(_times([trash, *(store.root / "running").glob("*")]))
+        if any(item.name.startswith(_CONDA) for item in todo):
+            stack.enter_context(file_lock(store.conda_lock))
+        for start in range(0, len(todo), _BATCH):
+            with folder_lock(store.folder("digests")):
+                for item in todo[start : start + _BATCH]:
+                    (removed if _put_away(store, item, since, trash) else held).append(item)
     return Removal(tuple(removed), tuple(held))
 
 
