@@ -34,7 +34,6 @@ class Build:
     envbuild: str
     bundle: str = ""
     tools: str = ""
-    store: str = ""
     options: tuple[str, ...] = ()
 
 
@@ -94,7 +93,7 @@ def render_build(plan: JobPlan, build: Build) -> str:
         lines.append(f"export TMPDIR={word(plan.site.paths.scratch, '[paths] scratch')}")
     recipe, tool = build.recipe, word(build.envbuild, "envbuild")
     options = [*build.options, "--locked"]
-    store = build.store or (plan.site.paths.cache and f"{plan.site.paths.cache}/envbuild")
+    store = plan.site.paths.cache and f"{plan.site.paths.cache}/envbuild"
     if build.bundle:
         lines.append("# The build reads nothing outside of the bundle and needs no network.")
         lines.append(f"bundle={word(build.bundle, '--bundle')}")

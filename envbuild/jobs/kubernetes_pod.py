@@ -20,7 +20,7 @@ from typing import Any
 
 from envbuild.base.errors import UsageError
 from envbuild.fabrics import adapter_of, preflight_devices
-from envbuild.jobs.model import JobPlan
+from envbuild.jobs.model import JobPlan, seconds
 from envbuild.recipe.targets import gpu_families
 from envbuild.runtimes.base import word
 from envbuild.site.jobs import (
@@ -184,13 +184,6 @@ def _annotations(plan: JobPlan) -> dict[str, Any]:
         for key, value in plan.site.kubernetes.annotations.items()
     }
     return {"annotations": annotations} if annotations else {}
-
-
-def seconds(time: str) -> int:
-    """Return [D-]HH:MM:SS in seconds."""
-    days, _, clock = time.rpartition("-")
-    hours, minutes, rest = map(int, clock.split(":"))
-    return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + rest
 
 
 def backoff_limit(plan: JobPlan) -> int:

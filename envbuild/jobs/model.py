@@ -187,6 +187,13 @@ class Launcher:
     signal_note: str = ""
 
 
+def seconds(time: str) -> int:
+    """Return the seconds of a time limit, [D-]HH:MM:SS."""
+    days, _, clock = time.rpartition("-")
+    hours, minute, second = map(int, clock.split(":"))
+    return ((int(days or 0) * 24 + hours) * 60 + minute) * 60 + second
+
+
 def runtime_of(plan: JobPlan) -> Runtime:
     """Return the runtime that starts the plan's artifact on the nodes."""
     return RUNTIMES[plan.runtime]

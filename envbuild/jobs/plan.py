@@ -54,7 +54,7 @@ def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
     artifact = opened.artifact
     scheduler = scheduler_of(request, site)
     origins: dict[str, str] = {
-        "scheduler": _from(request.scheduler, site.origin("scheduler", "kind"), "--scheduler"),
+        "scheduler": "--scheduler" if request.scheduler else site.origin("scheduler", "kind"),
         "artifact": f"receipt of {artifact.verified_at}" if artifact.verified_at else "--unverified",
     }
     runtime_name = _runtime(artifact.of_kind, scheduler, site)
@@ -88,7 +88,7 @@ def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
     work, origins["work"] = _first(
         ("--work", request.work),
         (site.origin("paths", "shared"), site.paths.shared or None),
-        (site.origin("kubernetes", "mount"), _claimed(scheduler, site)),
+        (site.origin("kubernetes", "mount"), site.kubernetes.mount if SCHEDULERS[scheduler].pods else None),
         ("current folder", str(request.current.absolute())),
     )
     work = str(absolute_path(request.current / work))
@@ -104,7 +104,7 @@ def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
     if request.exclude_slow:
         check_exclusion(scheduler, site)
     stage, origins["stage"] = _stage(artifact, runtime, nodes, site)
-    origins["max_restarts"] = _from(request.max_restarts, "default", "--max-restarts")
+    max_restarts, origins["max_restarts"] = _first(("--max-restarts", request.max_restarts), ("default", 3))
     origins["rendezvous"] = "--rendezvous" if request.rendezvous != "c10d" else "default"
     return JobPlan(
         name=name,
@@ -126,7 +126,7 @@ def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
         mounts=container_mounts(script or None, runtime, work, site),
         modules=site.modules.run,
         time=time,
-        max_restarts=3 if request.max_restarts is None else request.max_restarts,
+        max_restarts=max_restarts,
         rendezvous=request.rendezvous,
         rendezvous_endpoint=request.endpoint,
         preflight=request.preflight or request.exclude_slow,
@@ -160,14 +160,6 @@ def _stage(artifact: JobArtifact, runtime: Runtime, nodes: int, site: Site) -> t
 def _first(*candidates: tuple[str, Any]) -> tuple[Any, str]:
     """Return the first value that is not None, and its origin."""
     return next((value, origin) for origin, value in candidates if value is not None)
-
-
-def _from(given: object, else_: str, option: str) -> str:
-    return else_ if given is None else option
-
-
-def _claimed(scheduler: str, site: Site) -> str | None:
-    return site.kubernetes.mount if SCHEDULERS[scheduler].pods else None
 
 
 def _runtime(kind: Artifact, scheduler: str, site: Site) -> str:
@@ -231,6 +223,7 @@ def _launcher(request: JobRequest, scheduler: str, site: Site, origins: dict[str
     if not known:
         return "srun"  # pods start by themselves
     horovod = request.strategy == "horovod" and known[0] != "mpiexec" and "mpirun" in known
+    launcher: str
     launcher, origins["launcher"] = _first(
         ("--launcher", request.launcher),
         (site.origin("scheduler", "launcher"), site.scheduler.launcher),
@@ -242,8 +235,7 @@ def _launcher(request: JobRequest, scheduler: str, site: Site, origins: dict[str
             f"{launcher} does not start processes under {scheduler} ({origins['launcher']})",
             f"one of {', '.join(known)}",
         )
-    result: str = launcher
-    return result
+    return launcher
 
 
 def command_of(
@@ -326,14 +318,11 @@ def job_env(
     own = artifact.of_kind.job_variables(artifact.path)
     take(own, f"the {artifact.kind} environment")
     # The site's paths may not exist in a container, so programs in containers do not get them.
-    caches = {name: value for name, value in runtime.caches(site.paths.cache, site.paths.scratch).items() if value}
-    take(caches, "")
-    for name in caches:
-        key = "scratch" if name.endswith("TMPDIR") else "cache"
-        origins[f"variables.{name}"] = site.origin("paths", key)
-    take(site.environment, "")
-    for name in site.environment:
-        origins[f"variables.{name}"] = site.origin("environment", name)
+    for name, value in runtime.caches(site.paths.cache, site.paths.scratch).items():
+        if value:
+            take({name: value}, site.origin("paths", "scratch" if name.endswith("TMPDIR") else "cache"))
+    for name, value in site.environment.items():
+        take({name: value}, site.origin("environment", name))
     return tuple(variables.items()), library
 
 

@@ -29,8 +29,8 @@ from lab.shellcheck import shellcheck
 from ruamel.yaml import YAML
 
 from envbuild.base.errors import UsageError
-from envbuild.jobs.kubernetes_pod import dump, job_name, seconds
-from envbuild.jobs.model import JobArtifact, JobPlan
+from envbuild.jobs.kubernetes_pod import dump, job_name
+from envbuild.jobs.model import JobArtifact, JobPlan, seconds
 from envbuild.jobs.schedulers.kubernetes import render_kubernetes
 from envbuild.site.jobs import KubernetesTable, NodeTable, SchedulerTable
 from envbuild.site.settings import Site

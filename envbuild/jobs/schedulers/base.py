@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from envbuild.base.errors import HostError
+from envbuild.base.errors import HostError, UsageError
 from envbuild.jobcheck.lint.directives import ScriptFacts
-from envbuild.jobs.model import JobPlan, Launcher
+from envbuild.jobs.model import JobPlan, Launcher, seconds
 from envbuild.runtimes.base import directive_line, fill
 
 # At the limit itself, schedulers signal every process of a job, also those that serve a container's files.
@@ -143,6 +143,23 @@ class Scheduler:
         return self.directives is None
 
 
+def listed_in_file(job: str, file: str, command: str) -> AllocationFacts:
+    """Return the facts of a scheduler whose variable `file` names a file that begins each line with a job's node."""
+
+    def find(env: Mapping[str, str]) -> tuple[int, str] | None:
+        if not env.get(job):
+            return None
+        place = env.get(file, "")
+        try:
+            rows = Path(place).read_text().splitlines()
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise UsageError(f"the list of nodes, {file}={place!r}: {reason}", f"use {command}") from error
+        return len({row.split()[0] for row in rows if row.strip()}), env[job]
+
+    return AllocationFacts(find, job, command)
+
+
 def first_number(printed: str) -> str:
     """Return the job's number from a line of `printed` that begins with it: NUMBER[.SERVER], NUMBER;CLUSTER."""
     number = re.search(r"^\s*(\d[^\s;]*)", printed, re.MULTILINE)
@@ -161,13 +178,6 @@ def with_site(
     replaced = {key for line in directives for key in keys(line)}
     kept = [line for line in own if not replaced & {*keys(line)}]
     return [f"{marker} {line}" for line in (*kept, *map(directive_line, directives))]
-
-
-def seconds(time: str) -> int:
-    """Return the seconds of a time limit, [D-]HH:MM:SS."""
-    days, _, clock = time.rpartition("-")
-    hours, minute, second = map(int, clock.split(":"))
-    return ((int(days or 0) * 24 + hours) * 60 + minute) * 60 + second
 
 
 def minutes(time: str) -> int:

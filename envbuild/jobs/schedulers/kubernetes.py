@@ -19,7 +19,7 @@ from typing import Any
 from envbuild.base.errors import HostError, UsageError
 from envbuild.jobs import kubernetes_pod as pod
 from envbuild.jobs.kubernetes_pod import dump, literal
-from envbuild.jobs.model import JobPlan
+from envbuild.jobs.model import JobPlan, seconds
 from envbuild.jobs.schedulers.base import Scheduler, Submission, Trial
 from envbuild.site.jobs import runtime_conflicts
 
@@ -95,20 +95,14 @@ def _single(plan: JobPlan) -> dict[str, Any]:
     name = pod.job_name(plan.name, _POD_SUFFIX)
     pods = pod.Pods(name, (name,), None, _PREFLIGHT_PORT)
     again = plan.site.scheduler.requeue
-    container: dict[str, Any] = {
-        "name": "pytorch",
-        "image": plan.artifact.path,
-        "command": pod.start(plan),
-        "args": [literal(plan.artifact.python, "python"), *pod.training(plan, pods)],
-        "env": pod.variables(plan, pods),
-        **pod.resources(plan),
-    }
+    args = [literal(plan.artifact.python, "python"), *pod.training(plan, pods)]
+    container = _container(plan, {"command": pod.start(plan), "args": args, "env": pod.variables(plan, pods)})
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": pod.job_metadata(plan, name),
         "spec": {
-            "activeDeadlineSeconds": pod.seconds(plan.time),
+            "activeDeadlineSeconds": seconds(plan.time),
             "backoffLimit": pod.backoff_limit(plan) if again else 0,
             **({} if plan.site.kubernetes.ttl is None else {"ttlSecondsAfterFinished": plan.site.kubernetes.ttl}),
             "template": {
@@ -118,12 +112,24 @@ def _single(plan: JobPlan) -> dict[str, Any]:
                     **pod.pod_rights(plan),
                     **pod.placement(plan, name),
                     "restartPolicy": "OnFailure" if again else "Never",
-                    "containers": [container | pod.container_security(plan) | {"volumeMounts": pod.mounts(plan)}],
+                    "containers": [container],
                     "volumes": pod.volumes(plan),
                 },
             },
         },
     }
+
+
+def _container(plan: JobPlan, process: dict[str, Any]) -> dict[str, Any]:
+    """Return the only container of a pod, which runs `process`."""
+    rights = {**pod.resources(plan), **pod.container_security(plan), "volumeMounts": pod.mounts(plan)}
+    return {"name": "pytorch", "image": plan.artifact.path, **process, **rights}
+
+
+def _torchrun(plan: JobPlan, pods: pod.Pods, *options: str) -> list[str]:
+    """Return the container's args: the training by torchrun with `options`."""
+    start = [literal(plan.artifact.python, "python"), "-m", "torch.distributed.run", *options]
+    return [*start, "--local-addr", "$(ENVBUILD_ADDRESS)", *pod.training(plan, pods)]
 
 
 def pytorch_job(plan: JobPlan) -> list[dict[str, Any]]:
@@ -140,7 +146,7 @@ def pytorch_job(plan: JobPlan) -> list[dict[str, Any]]:
     pods = pod.Pods(name, hosts, "metadata.labels['training.kubeflow.org/replica-index']", _PYTORCHJOB_PORT)
     etcd = etcd_of(plan, name)
     again = plan.site.scheduler.requeue
-    policy: dict[str, Any] = {"activeDeadlineSeconds": pod.seconds(plan.time)}
+    policy: dict[str, Any] = {"activeDeadlineSeconds": seconds(plan.time)}
     if again:
         policy["backoffLimit"] = pod.backoff_limit(plan)
     # None would let a failed job run on and hold its GPUs, from operator 1.9.4 on. One completed pod makes a job with
@@ -152,6 +158,12 @@ def pytorch_job(plan: JobPlan) -> list[dict[str, Any]]:
     gang = {"queue": plan.site.scheduler.partition, "priorityClass": plan.site.kubernetes.priority_class}
     if any(gang.values()):
         policy["schedulingPolicy"] = {key: value for key, value in gang.items() if value}
+    process = {
+        "command": pod.start(plan, *waiting(etcd)),
+        "args": _torchrun(plan, pods, "--nproc-per-node", str(plan.nproc_per_node)),
+        "env": pod.variables(plan, pods, unbuffered=False),
+        "ports": [{"name": "pytorchjob-port", "containerPort": _PYTORCHJOB_PORT}],
+    }
     worker: dict[str, Any] = {
         "replicas": plan.nodes,
         "restartPolicy": "OnFailure" if again else "Never",
@@ -159,11 +171,11 @@ def pytorch_job(plan: JobPlan) -> list[dict[str, Any]]:
             "metadata": pod.pod_metadata(plan, name),
             "spec": {
                 # The operator does not wake up at the job's deadline, while kubelet enforces the pod's.
-                "activeDeadlineSeconds": pod.seconds(plan.time),
+                "activeDeadlineSeconds": seconds(plan.time),
                 "terminationGracePeriodSeconds": plan.site.kubernetes.grace,
                 **pod.pod_rights(plan),
                 **pod.placement(plan, name),
-                "containers": [_pytorch_container(plan, pods, etcd)],
+                "containers": [_container(plan, process)],
                 "volumes": pod.volumes(plan),
             },
         },
@@ -207,28 +219,6 @@ def _elastic(plan: JobPlan, name: str, etcd: Etcd | None) -> dict[str, Any]:
     return policy
 
 
-def _pytorch_container(plan: JobPlan, pods: pod.Pods, etcd: Etcd | None) -> dict[str, Any]:
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(plan.nproc_per_node),
-        "--local-addr",
-        "$(ENVBUILD_ADDRESS)",
-    ]
-    return {
-        "name": "pytorch",
-        "image": plan.artifact.path,
-        "command": pod.start(plan, *waiting(etcd)),
-        "args": [literal(plan.artifact.python, "python"), *torchrun, *pod.training(plan, pods)],
-        "env": pod.variables(plan, pods, unbuffered=False),
-        "ports": [{"name": "pytorchjob-port", "containerPort": _PYTORCHJOB_PORT}],
-        **pod.resources(plan),
-        **pod.container_security(plan),
-        "volumeMounts": pod.mounts(plan),
-    }
-
-
 def train_job(plan: JobPlan) -> list[dict[str, Any]]:
     """Return the documents of a TrainJob: etcd first, if the rendezvous needs it. Raises UsageError.
 
@@ -245,22 +235,8 @@ def train_job(plan: JobPlan) -> list[dict[str, Any]]:
     pods = pod.Pods(name, hosts, number, _TRAINJOB_PORT)
     etcd = etcd_of(plan, name)
     endpoint = literal(f"{etcd.host}:{etcd.port}", "--endpoint") if etcd else "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"
-    arguments = [
-        literal(plan.artifact.python, "python"),
-        "-m",
-        "torch.distributed.run",
-        "--rdzv-backend",
-        plan.rendezvous,
-        "--rdzv-endpoint",
-        endpoint,
-        "--rdzv-id",
-        name,
-        "--max-restarts",
-        str(plan.max_restarts),
-        "--local-addr",
-        "$(ENVBUILD_ADDRESS)",
-        *pod.training(plan, pods),
-    ]
+    options = ["--rdzv-backend", plan.rendezvous, "--rdzv-endpoint", endpoint, "--rdzv-id", name]
+    arguments = _torchrun(plan, pods, *options, "--max-restarts", str(plan.max_restarts))
     if len(arguments) > _MOST_WORDS:
         raise UsageError(
             f"a TrainJob's container takes {_MOST_WORDS} arguments, this one has {len(arguments)}",
@@ -286,7 +262,7 @@ def train_job(plan: JobPlan) -> list[dict[str, Any]]:
         "metadata": pod.job_metadata(plan, name),
         "spec": {
             "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": runtime},
-            "activeDeadlineSeconds": pod.seconds(plan.time),
+            "activeDeadlineSeconds": seconds(plan.time),
             "trainer": trainer,
             "runtimePatches": [_patch(plan, name)],
         },

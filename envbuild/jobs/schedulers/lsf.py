@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 
-from envbuild.base.errors import UsageError
 from envbuild.jobcheck.lint.directives import Directive, ScriptFacts, option_values, whole_number
 from envbuild.jobs.model import JobPlan, Launcher, work_key
 from envbuild.jobs.schedulers.base import (
     SSH,
-    AllocationFacts,
     HostFacts,
     Queue,
     Scheduler,
     Submission,
     each,
+    listed_in_file,
     minutes,
     mpi,
     time_left,
@@ -122,19 +120,6 @@ def _own_option(text: str) -> str | None:
     return match[0] if match and match[1] in _OWN else None
 
 
-def _find_allocation(env: Mapping[str, str]) -> tuple[int, str] | None:
-    job = env.get("LSB_JOBID")
-    if not job:
-        return None
-    place = env.get("LSB_DJOB_HOSTFILE", "")
-    try:
-        rows = Path(place).read_text().splitlines()
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise UsageError(f"the list of nodes, LSB_DJOB_HOSTFILE={place!r}: {reason}", "use bsub -Is") from error
-    return len({row.split()[0] for row in rows if row.strip()}), job
-
-
 def _nodes(directives: Iterable[Directive]) -> tuple[int, int] | None:
     slots = each_node = None
     for line, words in directives:
@@ -185,7 +170,7 @@ LSF = Scheduler(
     r"|BIND_.*|RANK_HOSTFILE)|LS_(JOBPID|EXEC_T|SUBCWD)",
     own_option=_own_option,
     own_log=True,
-    allocation=AllocationFacts(_find_allocation, "LSB_JOBID", "bsub -Is"),
+    allocation=listed_in_file("LSB_JOBID", "LSB_DJOB_HOSTFILE", "bsub -Is"),
     script=ScriptFacts(
         "#BSUB",
         "LSB_",

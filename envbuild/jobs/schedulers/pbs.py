@@ -7,21 +7,19 @@ OpenPBS 20 to 23; its src/cmds/qsub.c, src/cmds/pbsdsh.c and src/resmom/start_ex
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 
-from envbuild.base.errors import UsageError
 from envbuild.jobcheck.lint.directives import Directive, ScriptFacts
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.schedulers.base import (
     SSH,
-    AllocationFacts,
     HostFacts,
     Queue,
     Scheduler,
     Submission,
     each,
     first_number,
+    listed_in_file,
     mpi,
     time_left,
     with_site,
@@ -158,19 +156,6 @@ def _own_option(text: str) -> str | None:
     return _OWN.get(match[1]) if match else None
 
 
-def _find_allocation(env: Mapping[str, str]) -> tuple[int, str] | None:
-    job = env.get("PBS_JOBID")
-    if not job:
-        return None
-    place = env.get("PBS_NODEFILE", "")
-    try:
-        nodes = {line for line in Path(place).read_text().splitlines() if line}
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise UsageError(f"the list of nodes, PBS_NODEFILE={place!r}: {reason}", "use qsub -I") from error
-    return len(nodes), job
-
-
 def _nodes(directives: Iterable[Directive]) -> tuple[int, int] | None:
     for line, words in directives:
         if match := re.search(r"\b(?:select|nodes)=([^\s,]+)", " ".join(words)):
@@ -204,7 +189,7 @@ PBS = Scheduler(
     own_option=_own_option,
     exclusive_has_cpus=False,
     own_log=True,
-    allocation=AllocationFacts(_find_allocation, "PBS_JOBID", "qsub -I"),
+    allocation=listed_in_file("PBS_JOBID", "PBS_NODEFILE", "qsub -I"),
     script=ScriptFacts(
         "#PBS",
         "PBS_",
