@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import shutil
 import stat
@@ -110,6 +111,12 @@ def read_regular(path: str | Path) -> bytes:
     """Return the content of a regular file. Raises OSError."""
     with open_regular(path) as stream:
         return stream.read()
+
+
+def sha256_of(path: str | Path) -> str:
+    """Return the sha256 (hexadecimal) of a file. Raises OSError."""
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -38,6 +38,15 @@ def is_digest(text: str) -> bool:
     return _DIGEST.fullmatch(text) is not None
 
 
+def files_digest(files: Iterable[tuple[str, bytes]]) -> str:
+    """Return one digest, `sha256:…`, of the names, sizes and contents of `files`, in their order."""
+    digest = hashlib.sha256()
+    for name, content in files:
+        digest.update(f"{name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return f"sha256:{digest.hexdigest()}"
+
+
 def json_digest(value: object) -> str:
     """Return `sha256:…` of `value` as JSON."""
     return "sha256:" + hashlib.sha256(json.dumps(value).encode()).hexdigest()

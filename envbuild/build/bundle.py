@@ -11,11 +11,10 @@ envbuild/        envbuild and its dependencies, for the target's platform and Py
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ import envbuild
 from envbuild.base import atomic, process
 from envbuild.base.errors import BuildError, LockError, UsageError, VerificationError
 from envbuild.base.files import parse_json
-from envbuild.base.packages import json_digest
+from envbuild.base.packages import files_digest, json_digest
 from envbuild.base.progress import Log, log
 from envbuild.base.text import human_size
 from envbuild.build.image import prepare_image
@@ -201,9 +200,11 @@ def make_bundle(
         "kinds": list(kinds),
         "plans": [plan.digest for plan in plans],
         # All files of the recipe: a plan's digest leaves out tables that do not change the content, such as [verify].
-        "files": _digest((file, str(file.relative_to(loaded.folder))) for file in recipe_files(loaded.folder)),
+        "files": files_digest(
+            (str(file.relative_to(loaded.folder)), file.read_bytes()) for file in recipe_files(loaded.folder)
+        ),
         "python": python,
-        "envbuild": _digest(_own_files()) if tools else "",
+        "envbuild": files_digest((name, file.read_bytes()) for file, name in _own_files()) if tools else "",
     }
     with atomic.exclusive(path, log):
         taken = path.exists() and not (path / FILE).is_file()
@@ -311,12 +312,3 @@ def _own_files() -> Iterator[tuple[Path, str]]:
     for name in ("recipes", "ddp_train", "sites"):
         for file in recipe_files(package.parent / name):
             yield file, f"envbuild/_bundled/{file.relative_to(package.parent)}"
-
-
-def _digest(files: Iterable[tuple[Path, str]]) -> str:
-    """Return one digest of the names, sizes and contents of (file, name) pairs."""
-    digest = hashlib.sha256()
-    for file, name in files:
-        digest.update(f"{name}\0{file.stat().st_size}\0".encode())
-        digest.update(file.read_bytes())
-    return f"sha256:{digest.hexdigest()}"

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from envbuild.base import atomic
 from envbuild.base.errors import UsageError, VerificationError
 from envbuild.base.progress import log
-from envbuild.build.kinds import kind_at, subject_at
+from envbuild.build.kinds import folder_module, kind_at, read_artifact
+from envbuild.contract.kinds import FileArtifact, FolderArtifact
 from envbuild.contract.receipt import failures, passed_line, passing_receipt, receipt_path, write_receipt
 from envbuild.contract.state import State
 from envbuild.contract.verification import Thoroughness, VerifySettings, parse_settings
@@ -102,14 +103,24 @@ def _verdict(
 
 
 def open_subject(path: Path, environment: Environment, runtime: str | None = None) -> Subject:
-    """Return the artifact at `path` as the subject of a verification. Raises UsageError when there is none."""
+    """Return the artifact at `path` as the subject of a verification.
+
+    `runtime` starts it, None for the best one on this host. Raises UsageError when envbuild did not build it or it has
+    no such runtime, HostError when it cannot run here.
+    """
     kind = kind_at(path)
+    if runtime is not None and not isinstance(kind, FileArtifact):
+        raise UsageError(f"{path} is no .sqsh or .sif file: it has no runtime to choose")
     if kind is None:
-        if runtime is not None:
-            raise UsageError(f"{path} is no .sqsh or .sif file: it has no runtime to choose")
         problem = "is not an artifact of envbuild" if path.exists() else "does not exist"
         raise UsageError(f"{path} {problem}", "give the folder or file that envbuild printed as its last line")
-    return subject_at(path, kind, environment, runtime)
+    if isinstance(kind, FolderArtifact):
+        from envbuild.verify.host import folder_subject
+
+        return folder_subject(path, read_artifact(path).state, folder_module(kind), environment)
+    from envbuild.verify.image_runtime import open_file_subject
+
+    return open_file_subject(path, environment, runtime)
 
 
 def verify_artifact(

@@ -7,7 +7,6 @@ PyPA "Recording installed projects" (RECORD) and "Entry points specification".
 
 from __future__ import annotations
 
-import base64
 import csv
 import hashlib
 import io
@@ -20,6 +19,7 @@ from pathlib import Path
 from envbuild.base import atomic, host, process
 from envbuild.base.errors import BuildError, HostError
 from envbuild.base.files import absolute_path
+from envbuild.base.packages import record_row
 from envbuild.build.conda_install import Prefix, install_packages
 from envbuild.build.installing import FolderBuild, finish, install_wheels, interpreter, locked_files, program_file
 from envbuild.contract.conda_meta import (
@@ -35,7 +35,7 @@ from envbuild.contract.installed import names_and_versions
 from envbuild.contract.kinds import set_variables
 from envbuild.contract.state import State, has_packages, site_packages
 from envbuild.layers.conda_package import locate_conda
-from envbuild.layers.wheel import Scheme, WheelFile, wheel_paths
+from envbuild.layers.wheel import RELOCATABLE, Scheme, WheelFile, wheel_paths
 from envbuild.layers.wheels import locate
 from envbuild.plan import Plan
 
@@ -47,11 +47,6 @@ for script in "$@"; do . "$script"; done
 exec "$CONDA_PREFIX/bin/python" -I -S -c 'import os
 import time
 os.write(3, b"\\0".join(k + b"=" + v for k, v in os.environb.items()))'
-"""
-# As uv writes it for relocatable environments: the interpreter is found from the script's own path.
-_RELOCATABLE = b"""#!/bin/sh
-'''exec' "$(dirname -- "$(realpath -- "$0")")"/'python' "$0" "$@"
-' '''
 """
 # Variables that the shell sets for itself.
 _SHELLS = frozenset({"_", "SHLVL", "PWD", "OLDPWD"})
@@ -175,10 +170,9 @@ def _release_scripts(record: Path, staged: Path) -> None:
         body = _without_interpreter(data, os.fsencode(staged / "bin" / "python"))
         if body is None:
             continue
-        data = _RELOCATABLE + body
+        data = RELOCATABLE + body
         _rewrite(path, data)
-        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-        row[1:] = [f"sha256={digest}", str(len(data))]
+        row[1:] = record_row(hashlib.sha256(data).digest(), len(data))
         changed = True
     if changed:
         out = io.StringIO()

@@ -289,19 +289,14 @@ def _unpacked(lock: DebianLock, own: Compiler, python: str, environment: Environ
                 _unpack(some, staged, environment, offline)
                 atomic.replace(staged, root)
     environment.store.note_use(root, root)
-    (loader,) = _loaders(root)
+    (loader,) = {os.path.realpath(path) for path in root.glob("usr/lib*/**/ld-linux*.so*")}
     folders = sorted({os.fspath(path.parent) for path in root.glob("usr/lib*/**/*.so*")})
-    start = (os.fspath(loader), "--library-path", ":".join(folders))
+    start = (loader, "--library-path", ":".join(folders))
     program, home = str(root / "usr/bin" / f"python{python}"), str(root / "usr")
     there = compiler_of(read_python(program, start, home))
     if there.identity != own.identity:
         raise HostError(f"{program} is {there.identity}, not {own.identity}", "build with --no-bytecode")
     return replace(there, python=program, start=start, home=home)
-
-
-def _loaders(root: Path) -> list[Path]:
-    loaders = {os.path.realpath(path) for path in root.glob("usr/lib*/**/ld-linux*.so*")}
-    return [Path(path) for path in loaders]
 
 
 def _unpack(lock: DebianLock, folder: Path, environment: Environment, offline: bool) -> None:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from envbuild.base import atomic, host, process
 from envbuild.base.errors import BuildError
-from envbuild.base.files import walk_stats
+from envbuild.base.files import sha256_of, walk_stats
 from envbuild.base.host import link_mode
 from envbuild.base.progress import step
 from envbuild.base.text import normalise, normalise_version
@@ -27,7 +27,6 @@ from envbuild.contract.layer_lists import LayerList, list_files, parse_list
 from envbuild.contract.manifest import Manifest, Stat, is_bytecode, other_code, seal, shown, write_manifest
 from envbuild.contract.state import FILE, LAYER_LISTS, BuiltLayer, State, list_path, site_packages
 from envbuild.environment import Environment, uv_hint
-from envbuild.layers.source_files import read_manifest, sha256_of
 from envbuild.layers.wheel import INSTALLER_NOTES, Scheme, Trainer, WheelFile, wheel_programs, wheel_record
 from envbuild.layers.wheels import pinned
 from envbuild.plan import Plan, state_of
@@ -278,10 +277,8 @@ def layer_folder(source: SourceLayer, folder: Path, digest: Callable[[Path], str
 
     Raises BuildError for a layer that cannot be installed.
     """
-    manifest = read_manifest(folder, digest)
-    known = {path: kind for path, kind, _ in manifest.files} if manifest else {}
     try:
-        files = list_files(folder, known)
+        files = list_files(folder, digest)
     except (OSError, ValueError) as error:
         raise BuildError(f"layer {source.name}: {folder}: {error}") from error
     if not files:

@@ -1,4 +1,4 @@
-"""Artifacts of every kind on this host: the kind at a path, its state, its verification, its plan.
+"""Artifacts of every kind on this host: the kind at a path, its module, its state.
 
 Modules of one form are imported on use: a build of an environment imports none about images.
 """
@@ -9,7 +9,6 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envbuild.base.errors import UsageError
 from envbuild.contract.kinds import (
     ARTIFACTS,
     Artifact,
@@ -22,8 +21,6 @@ from envbuild.contract.kinds import (
 
 if TYPE_CHECKING:
     from envbuild.build.installing import FolderModule
-    from envbuild.environment import Environment
-    from envbuild.verify.model import Subject
 
 
 def folder_module(kind: FolderArtifact) -> FolderModule:
@@ -52,20 +49,3 @@ def read_artifact(path: Path) -> BuiltArtifact:
 
     state = image_state(open_image_file(path))
     return BuiltArtifact(state, content_digest(path), f"/{PREFIX}/bin/python")
-
-
-def subject_at(path: Path, kind: Artifact, environment: Environment, runtime: str | None) -> Subject:
-    """Return the artifact of `kind` at `path` as the subject of a verification.
-
-    `runtime` starts it, None for the best one on this host. Raises UsageError when envbuild did not build it or it has
-    no such runtime, HostError when it cannot run here.
-    """
-    if isinstance(kind, FolderArtifact):
-        from envbuild.verify.host import folder_subject
-
-        if runtime is not None:
-            raise UsageError(f"{path} is no .sqsh or .sif file: it has no runtime to choose")
-        return folder_subject(path, read_artifact(path).state, folder_module(kind), environment)
-    from envbuild.verify.image_runtime import open_file_subject
-
-    return open_file_subject(path, environment, runtime)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
@@ -121,7 +121,7 @@ def build_layers(
     from envbuild.build.installing import check_free, layer_folder
     from envbuild.layers.source_build import build_layer
 
-    build_host = build_hosts(layers, folder, environment, offline=offline)
+    build_host = partial(open_build_host, layers, folder, environment, offline=offline)
     hosts = {layer.name: layer.path for layer in layers.hosts}
     done: dict[str, LayerFolder] = {}
     for source in layers.sources:
@@ -159,36 +159,27 @@ def image_python(plan: Plan, environment: Environment, *, offline: bool) -> Buil
     return BuildPython(interpreter, plan.python, packages, system=existing)
 
 
-def build_hosts(
-    layers: RequestedLayers, folder: Path, environment: Environment, *, offline: bool
-) -> Callable[[Path], AbstractContextManager[BuildHost]]:
-    """Return a function that opens the build host of `layers`; it raises HostError when this host cannot run it."""
+@contextmanager
+def open_build_host(
+    layers: RequestedLayers, folder: Path, environment: Environment, work: Path, *, offline: bool
+) -> Iterator[BuildHost]:
+    """Yield the build host of `layers` with the folder `work` shared: this host, or the builder image.
+
+    The image is started with enroot, or else in namespaces. Raises HostError when neither can run on this host.
+    """
     arch = Target.parse(layers.sources[0].target).arch
-
-    @contextmanager
-    def nowhere(work: Path) -> Iterator[BuildHost]:
-        raise other_host(layers.sources, arch)
-        yield
-
     if arch != host_arch():
-        return nowhere
+        raise other_host(layers.sources, arch)
     if layers.builder is None:
         from envbuild.layers.local_build_host import local_build_host
 
-        return lambda work: local_build_host(work, environment.variables)
-    return lambda work: _image_build_host(layers, folder, environment, work, offline)
-
-
-@contextmanager
-def _image_build_host(
-    layers: RequestedLayers, folder: Path, environment: Environment, work: Path, offline: bool
-) -> Iterator[BuildHost]:
-    """Start the builder image with enroot, or else in namespaces, with `work` shared. Raises HostError if both fail."""
+        with local_build_host(work, environment.variables) as local:
+            yield local
+        return
     from envbuild.build.builder_image import builder_file
     from envbuild.verify.image_file import open_image_file
     from envbuild.verify.image_runtime import passed, runtime_for
 
-    assert layers.builder is not None
     path = builder_file(layers.builder, folder, environment, offline=offline)
     # A build must not depend on variables that the caller has set for the programs of a job.
     kept = environment.variables.keys() - passed(environment.variables).keys()

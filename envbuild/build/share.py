@@ -12,7 +12,7 @@ from typing import Any
 
 from envbuild.base import atomic
 from envbuild.base.errors import BuildError, UsageError, VerificationError
-from envbuild.base.files import absolute_path, parse_json
+from envbuild.base.files import absolute_path, parse_json, sha256_of
 from envbuild.base.host import check_disk_space
 from envbuild.base.packages import digest_of
 from envbuild.base.progress import log, transfer
@@ -20,7 +20,7 @@ from envbuild.base.text import human_size
 from envbuild.build.commit import commit
 from envbuild.contract.receipt import read_receipt, receipt_path
 from envbuild.environment import Environment
-from envbuild.image.layout import BlobFiles, file_digest
+from envbuild.image.layout import BlobFiles
 from envbuild.image.limits import Quota
 from envbuild.image.model import OCI_MANIFEST, Descriptor
 from envbuild.image.reference import Reference
@@ -76,7 +76,7 @@ def push_file(path: Path, kind: str, target: str, digest: str, registry: Registr
         except EOFError as error:
             raise BuildError(f"{path}: it changed while it was read", "run it again") from error
         places = {names[name]: store.root / "segments" / f"{name}.data" for name in names}
-        literal = file_digest(rest)
+        literal = f"sha256:{sha256_of(rest)}"
         places[literal] = rest
         whole = tuple((literal if source is None else source, start, count) for source, start, count in pieces)
         file = FilePieces(kind, path.name, target, digest, size, whole)
@@ -105,7 +105,7 @@ def push_blobs(
         }
         for media, beside in besides.items():
             if beside.is_file():
-                places[digest := file_digest(beside)] = beside
+                places[digest := f"sha256:{sha256_of(beside)}"] = beside
                 blobs.append(Descriptor(media, digest, beside.stat().st_size))
         text = json.dumps(about, sort_keys=True).encode()
         (folder / "config").write_bytes(text)

@@ -28,7 +28,6 @@ from envbuild.contract.receipt import is_quick, passing_receipt, receipt_path
 from envbuild.contract.state import State
 from envbuild.contract.verification import FULL, Thoroughness
 from envbuild.environment import Environment
-from envbuild.gpus import Containers
 from envbuild.image.archive import archive_at
 from envbuild.image.credentials import check_user
 from envbuild.image.layout import Blobs, ImageAt, Pulled, fill_layout, layout_at, of_pulled
@@ -46,7 +45,6 @@ if TYPE_CHECKING:  # a conversion needs nothing of recipes
     from envbuild.build.image_layers import PreparedImage
     from envbuild.build.installing import LayerFolder
     from envbuild.plan import Plan
-    from envbuild.site.settings import Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +268,9 @@ def _accept(
         if receipt is not None:
             failed_path(file.path).unlink(missing_ok=True)
         elif state is not None and not known:
-            check_unverified_gpus(state, site, partial(_gpu_code, path, site))
+            from envbuild.verify.static_checks import read_gpu_files
+
+            check_unverified_gpus(state, site, partial(read_gpu_files, path, limits=site.limits))
         commit(path, file.path, receipt, known=known)
         seconds = time.monotonic() - build.started
         target = state.target if state else build.arch
@@ -278,12 +278,6 @@ def _accept(
         warnings = build.plan.warnings if build.plan else ()
         results.append(Result(file.path, digest, target, at, seconds, True, receipt is not None, warnings))
     return results
-
-
-def _gpu_code(path: Path, site: Site, target: Target) -> Mapping[str, Containers]:
-    from envbuild.verify.static_checks import read_gpu_files
-
-    return read_gpu_files(path, target, site.limits)
 
 
 def _verified(

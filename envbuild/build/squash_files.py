@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from envbuild.base.atomic import new_file
+from envbuild.base.files import sha256_of
 from envbuild.base.host import reserve
 from envbuild.base.packages import digest_of
 from envbuild.base.progress import OnProgress
@@ -32,7 +33,6 @@ from envbuild.build.runtime_files import (
 )
 from envbuild.contract.image_manifest import FILE_NAME, SQUASHFS, PathRow, render, row_of
 from envbuild.image.entry import FILE, HARDLINK, Entry
-from envbuild.image.layout import file_digest
 from envbuild.image.limits import Quota
 from envbuild.image.sif import finish_sif, write_sif_front
 from envbuild.image.squashfs.segment import Segment, of_entry, write_segment
@@ -198,7 +198,7 @@ def write_sif(
         shutil.copyfileobj(stream, out, _COPY)
     finish(out.tell())
     out.flush()
-    return start, file_digest(Path(out.name))
+    return start, f"sha256:{sha256_of(out.name)}"
 
 
 # The writer of each format of image files.

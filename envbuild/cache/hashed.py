@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.base.atomic import folder_lock, write_atomically
-from envbuild.base.files import parse_json
+from envbuild.base.files import parse_json, sha256_of
 from envbuild.base.host import this_boot
 from envbuild.base.progress import log
 
@@ -49,8 +49,7 @@ class Digests:
                         os.utime(note)
                         self.seen.add(real)
                         return str(known[-1])
-        with open(real, "rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        digest = sha256_of(real)
         with self.using():
             os.stat(real)  # it may have been removed as unused meanwhile
             self._write(note, [*key, digest])

@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from envbuild.base.files import parse_json
+from envbuild.base.files import parse_json, sha256_of
 from envbuild.base.packages import json_digest
-from envbuild.contract.installed import HOST, FileReport, Files, file_digest, walk_files
+from envbuild.contract.installed import HOST, FileReport, Files, walk_files
 from envbuild.contract.state import LAYER_LISTS, list_path
 
 _FORMAT = 1
@@ -92,8 +92,8 @@ class LayerList:
         path.write_bytes(self.render())
 
 
-def list_files(folder: Path, known: Mapping[str, str] = {}) -> tuple[LayerFile, ...]:
-    """Return every file and link below `folder`, sorted by path; `known` has the sha256 of files that need not be read.
+def list_files(folder: Path, digest: Callable[[Path], str] = sha256_of) -> tuple[LayerFile, ...]:
+    """Return every file and link below `folder`, sorted by path; `digest` returns the sha256 of a file.
 
     Raises ValueError for an entry of another type, and OSError.
     """
@@ -110,8 +110,8 @@ def list_files(folder: Path, known: Mapping[str, str] = {}) -> tuple[LayerFile, 
         if stat.S_ISLNK(info.st_mode):
             files.append(LayerFile(name, target=os.readlink(path)))
         elif stat.S_ISREG(info.st_mode):
-            digest = known.get(name) or file_digest(path).hex()
-            files.append(LayerFile(name, info.st_size, digest, executable=bool(info.st_mode & 0o111)))
+            sha256 = digest(Path(path))
+            files.append(LayerFile(name, info.st_size, sha256, executable=bool(info.st_mode & 0o111)))
         else:
             raise ValueError(f"{name} is neither file nor link")
     return tuple(sorted(files, key=lambda row: row.path))

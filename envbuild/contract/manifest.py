@@ -324,8 +324,7 @@ def other_code(root: Path, paths: Sequence[str], interpreter: str, workers: int)
             )
         return [os.path.relpath(json.loads(line), root) for line in done.stdout.splitlines()]
 
-    shares = [paths[start : start + _SHARE] for start in range(0, len(paths), _SHARE)]
-    return [path for some in each(shares, compare, workers) for path in some]
+    return [path for some in each(_shares(paths), compare, workers) for path in some]
 
 
 def shown(changed: Sequence[str]) -> str:

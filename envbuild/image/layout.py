@@ -189,12 +189,6 @@ def opened(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def file_digest(path: Path) -> str:
-    """Return the digest of a file's content."""
-    with path.open("rb") as stream:
-        return "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 REF_NAME = "org.opencontainers.image.ref.name"
 # containerd and BuildKit write the full reference here, and only its tag to REF_NAME
 _IMAGE_NAME = "io.containerd.image.name"

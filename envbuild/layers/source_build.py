@@ -30,7 +30,7 @@ from envbuild.image.limits import ImageLimits, Quota
 from envbuild.jobcheck.diagnose.engine import explain
 from envbuild.layers.source_files import SourceManifest, list_files, patchelf_program, read_manifest, write_manifest
 from envbuild.layers.source_job import BuildHost, BuildPython, SourceBuild, StepError
-from envbuild.layers.source_steps import make_layer, unpack_cuda, unpack_tools
+from envbuild.layers.source_steps import interpreter_in, make_layer, unpack_cuda, unpack_tools
 from envbuild.layers.wheels import fetch_wheels
 from envbuild.recipe.sources import SourceLayer
 from envbuild.store.archives import WantedArchive, locate_archive, unpack
@@ -171,8 +171,6 @@ def _build(
         if layer.system == "wheel":
             unpack_tools(tools, work)
             if python is not None:
-                from envbuild.layers.source_steps import interpreter_in
-
                 interpreter = interpreter_in(host, python, isolated=layer.isolated)
         for patch in layer.patches:  # the layer's digest includes the digest that the patch had for the plan
             if hashlib.sha256(Path(patch.path).read_bytes()).hexdigest() != patch.sha256:
@@ -190,7 +188,7 @@ def _build(
             log,
         )
         try:
-            newest, named = make_layer(job)
+            named = make_layer(job)
         except StepError as error:
             raise failure(title, error, _keep(environment.store, layer, error)) from None
         except OSError as error:
@@ -208,8 +206,7 @@ def _build(
     made = folder / "made"
     made.mkdir()
     os.rename(job.staged, made / "tree")
-    glibc = ".".join(map(str, newest)) if newest != (0, 0) else ""
-    write_manifest(made, SourceManifest(layer.name, layer.version, list_files(made / "tree"), glibc))
+    write_manifest(made, SourceManifest(layer.name, layer.version, list_files(made / "tree")))
     return made
 
 

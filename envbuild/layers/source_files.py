@@ -1,8 +1,7 @@
 """Installed files of a source layer: relocation, and the manifest beside them.
 
 RUNPATHs become relative to $ORIGIN, pkg-config files to their own folder. In the store, a layer without a manifest is
-incomplete. Sources: ld.so(8) ($ORIGIN, DT_RUNPATH), pkg-config(1) (${pcfiledir}). This module imports only the standard
-library, errors and its own neighbours (see source_steps.py).
+incomplete. Sources: ld.so(8) ($ORIGIN, DT_RUNPATH), pkg-config(1) (${pcfiledir}).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path, PurePath
 
 from envbuild.base.elf import MACHINES, is_elf, machine_name, read_elf
 from envbuild.base.errors import BuildError, HostError
-from envbuild.base.files import parse_json
+from envbuild.base.files import parse_json, sha256_of
 from envbuild.layers.source_job import PREFIX
 
 _TEXT = 1 << 22
@@ -31,28 +30,27 @@ _FORMAT = 1
 
 def relocate(
     tree: Path, arch: str, traces: Sequence[str], places: Mapping[str, PurePath] = {}, hosts: Iterable[str] = ()
-) -> tuple[tuple[int, int], list[str]]:
+) -> list[str]:
     """Make `tree`, which was installed for PREFIX, work at any path, together with other layers below one root.
 
-    Return the newest glibc that its ELF files need, (0, 0) for none, and the text files that still contain PREFIX or
-    the build folder. `arch` is the required processor of its ELF files. `traces` are build folders; `places` are the
-    folders of required layers during the build, which are later at PREFIX. No ELF file may contain any of these paths.
-    `hosts` are the folders of host layers. Raises BuildError for a file that cannot be relocated, HostError when
-    patchelf is missing.
+    Return the text files that still contain PREFIX or the build folder. `arch` is the required processor of its ELF
+    files. `traces` are build folders; `places` are the folders of required layers during the build, which are later at
+    PREFIX. No ELF file may contain any of these paths. `hosts` are the folders of host layers. Raises BuildError for a
+    file that cannot be relocated, HostError when patchelf is missing.
     """
     folders = [os.path.join(folder, name) for folder in hosts for name in ("lib64", "lib")]
     libraries = [folder for folder in folders if os.path.isdir(folder)]
-    newest, named = (0, 0), []
+    named = []
     stand_ins = [str(place) for place in places.values()]
     roots = [PREFIX, *(str(places[name]) for name in places if name != "cuda")]
     roots += [f"{trace}/stage{PREFIX}" for trace in traces]
     for path in sorted(path for path in tree.rglob("*") if path.is_file() and not path.is_symlink()):
         name = path.relative_to(tree).as_posix()
         if is_elf(path):
-            newest = max(newest, _move_elf(path, name, arch, [*traces, *stand_ins], libraries, roots))
+            _move_elf(path, name, arch, [*traces, *stand_ins], libraries, roots)
         elif _move_text(path, name, traces, stand_ins):
             named.append(name)
-    return newest, named
+    return named
 
 
 def patchelf_program() -> str:
@@ -89,7 +87,7 @@ def run_path(name: str, hosts: Sequence[str] = (), before: str = "", roots: Sequ
 
 def _move_elf(
     path: Path, name: str, arch: str, traces: Sequence[str], hosts: Sequence[str], roots: Sequence[str]
-) -> tuple[int, int]:
+) -> None:
     elf = read_elf(path)
     if elf is None:
         raise BuildError(f"{name} is a damaged ELF file, or not a 64-bit one")
@@ -110,7 +108,6 @@ def _move_elf(
                 f"{name} holds the path of the folder that it was built in ({trace})",
                 "its build writes its own path into it: give an option, or a patch, that keeps it out",
             )
-    return elf.glibc
 
 
 def _move_text(path: Path, name: str, traces: Sequence[str], stand_ins: Sequence[str]) -> bool:
@@ -136,23 +133,16 @@ def _holds(path: Path, needle: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SourceManifest:
-    """Files of a built layer as (path, sha256 or "-> target", bytes), and the newest glibc they need, or ""."""
+    """Files of a built layer as (path, sha256 or "-> target", bytes)."""
 
     name: str
     version: str
     files: tuple[tuple[str, str, int], ...]
-    glibc: str = ""
 
     @property
     def digest(self) -> str:
         """`sha256:…` of the list of files."""
         return "sha256:" + hashlib.sha256(json.dumps(self.files).encode()).hexdigest()
-
-
-def sha256_of(path: Path) -> str:
-    """Return the sha256 (hexadecimal) of a file. Raises OSError."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def list_files(tree: Path, digest: Callable[[Path], str] = sha256_of) -> tuple[tuple[str, str, int], ...]:
@@ -171,7 +161,7 @@ def list_files(tree: Path, digest: Callable[[Path], str] = sha256_of) -> tuple[t
 
 def write_manifest(folder: Path, manifest: SourceManifest) -> None:
     """Write `manifest` into `folder`."""
-    data = {"format": _FORMAT, "name": manifest.name, "version": manifest.version, "glibc": manifest.glibc}
+    data = {"format": _FORMAT, "name": manifest.name, "version": manifest.version}
     (folder / _NAME).write_text(json.dumps({**data, "files": manifest.files}, indent=0) + "\n", encoding="utf-8")
     (folder / _NAME).chmod(0o644)
 
@@ -194,6 +184,6 @@ def stored_manifest(tree: Path) -> SourceManifest | None:
         files = tuple((str(path), str(content), int(size)) for path, content, size in data["files"])
         if data["format"] != _FORMAT:
             return None
-        return SourceManifest(str(data["name"]), str(data["version"]), files, str(data["glibc"]))
+        return SourceManifest(str(data["name"]), str(data["version"]), files)
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None

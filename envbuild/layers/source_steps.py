@@ -12,7 +12,6 @@ projects" of the PyPA (scripts, RECORD, INSTALLER).
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 from collections.abc import Sequence
@@ -20,10 +19,11 @@ from pathlib import Path
 
 from envbuild.base.elf import is_elf
 from envbuild.base.errors import BuildError
+from envbuild.base.files import sha256_of
 from envbuild.base.packages import record_row
 from envbuild.layers.source_files import relocate
 from envbuild.layers.source_job import PREFIX, TOOLS, BuildHost, BuildPython, SourceBuild
-from envbuild.layers.wheel import INSTALLER, entry_point_scripts, render_record
+from envbuild.layers.wheel import INSTALLER, RELOCATABLE, entry_point_scripts, render_record
 from envbuild.store.archives import unpack, unzip
 
 _DATA = {"purelib": "", "platlib": "", "scripts": "bin", "data": ".", "headers": "include"}
@@ -33,7 +33,7 @@ _LOOK = 'for p; do command -v "$p" >/dev/null || { echo "$p: not found"; m=127; 
 _UNWANTED = ("share/doc", "share/info", "share/man")
 
 
-def make_layer(job: SourceBuild) -> tuple[tuple[int, int], list[str]]:
+def make_layer(job: SourceBuild) -> list[str]:
     """Build the layer of `job`, install it into `job.staged` and relocate its files; return the result of `relocate`.
 
     Raises StepError for a command that fails, BuildError for an unusable archive or result.
@@ -67,8 +67,6 @@ def make_layer(job: SourceBuild) -> tuple[tuple[int, int], list[str]]:
     arch = layer.target.rpartition("-")[2]
     done = relocate(job.staged, arch, sorted(traces), job.places, job.hosts.values())
     if layer.system == "wheel":
-        from envbuild.layers.source_steps import renew_records
-
         renew_records(job.staged, layer.name)
     return done
 
@@ -107,8 +105,6 @@ def _make(job: SourceBuild) -> None:
 
 
 def _wheel(job: SourceBuild) -> None:
-    from envbuild.layers.source_steps import add_scripts, build_wheel
-
     wheel, version = build_wheel(job)
     unpack_wheel(wheel, job.staged, version)
     add_scripts(job.staged, wheel.name)
@@ -205,12 +201,6 @@ _WITH_PATH = 'PATH="$1:$PATH"; export PATH; shift; exec "$@"'
 _VERSION = "import sys; print('%d.%d' % sys.version_info[:2], file=open(sys.argv[1], 'w'))"
 # Variables with compiler options; a recipe's options follow ours, and take precedence.
 _FLAGS = ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS")
-# The first lines of a script that runs the interpreter beside it, wherever the environment is: sh executes the second
-# line, and Python reads it as a string.
-_START = b"""#!/bin/sh
-'''exec' "$(dirname -- "$(realpath -- "$0")")"/'python' "$0" "$@"
-' '''
-"""
 
 
 def interpreter_in(host: BuildHost, python: BuildPython, *, isolated: bool) -> str:
@@ -311,15 +301,14 @@ def add_scripts(tree: Path, where: str) -> None:
     for path in sorted(programs.iterdir()) if programs.is_dir() else ():
         head, _, rest = path.read_bytes().partition(b"\n")
         if head.startswith(b"#!python"):
-            path.write_bytes(_START + rest)
+            path.write_bytes(RELOCATABLE + rest)
             path.chmod(0o755)
     for text in sorted(tree.glob("lib/python*/site-packages/*.dist-info/entry_points.txt")):
         for name, script in entry_point_scripts(text.read_text(encoding="utf-8"), "", where):
             programs.mkdir(exist_ok=True)
-            (programs / name).write_bytes(_START + script.partition(b"\n")[2])
+            (programs / name).write_bytes(RELOCATABLE + script.partition(b"\n")[2])
             (programs / name).chmod(0o755)
 
 
 def _row(path: Path) -> tuple[str, str]:
-    with path.open("rb") as stream:
-        return record_row(hashlib.file_digest(stream, "sha256").digest(), path.stat().st_size)
+    return record_row(bytes.fromhex(sha256_of(path)), path.stat().st_size)

@@ -22,7 +22,7 @@ from typing import IO
 from envbuild import __version__
 from envbuild.base.errors import BuildError
 from envbuild.base.files import shipped
-from envbuild.base.packages import described, pack
+from envbuild.base.packages import described, files_digest, pack
 from envbuild.base.packages import record_row as record_row
 from envbuild.base.text import normalise
 from envbuild.image.entry import FILE, Entry, Readable, Tree
@@ -38,6 +38,12 @@ import sys
 from {module} import {first}
 if __name__ == "__main__":
     sys.exit({function}())
+"""
+# The first lines of a script that runs the interpreter beside it, wherever the environment is, as uv writes it: sh
+# executes the second line, and Python reads it as a string.
+RELOCATABLE = b"""#!/bin/sh
+'''exec' "$(dirname -- "$(realpath -- "$0")")"/'python' "$0" "$@"
+' '''
 """
 # Metadata is read as a whole; no real file comes near these sizes. A longer RECORD may have a row for each member of
 # the archive: its name, quoted and in UTF-8, a hash and a size.
@@ -367,11 +373,7 @@ class Trainer:
 
     @property
     def digest(self) -> str:
-        digest = hashlib.sha256()
-        for name, content in self.files:
-            digest.update(f"{name}\0{len(content)}\0".encode())
-            digest.update(content)
-        return "sha256:" + digest.hexdigest()
+        return files_digest(self.files)
 
     def entries(self) -> list[tuple[str, bytes]]:
         """Return the files of the wheel by their paths; the last one is its RECORD."""

@@ -6,7 +6,6 @@ with submodules and without git's own files. Sources: git-fetch(1), git-submodul
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import re
@@ -23,7 +22,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from envbuild.base import process
 from envbuild.base.errors import BuildError, HostError
-from envbuild.base.files import is_file_name
+from envbuild.base.files import is_file_name, sha256_of
 from envbuild.base.git import run_git
 from envbuild.base.masking import redact
 from envbuild.base.progress import transfer
@@ -72,8 +71,7 @@ def git_archive(url: str, commit: str, subdirectory: str, path: Path, work: Path
     if not top.is_dir() or not top.resolve().is_relative_to(tree.resolve()):  # a link of the repository may lead out
         raise RequestFailed(f"{redact(url)} at {commit} has no folder {subdirectory}", answered=True)
     write_tar(top, path)
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return sha256_of(path)
 
 
 def write_tar(top: Path, path: Path) -> None:

@@ -21,10 +21,11 @@ from lab import artifacts
 from lab.commands import TOP
 from lab.golden import read_golden_cases
 
+from envbuild.base.files import sha256_of
 from envbuild.cli.commands import cli
 from envbuild.contract.receipt import receipt_path
 from envbuild.contract.state import State
-from envbuild.image.layout import Blobs, file_digest
+from envbuild.image.layout import Blobs
 from envbuild.lock.wheels import wheel_lock
 from envbuild.recipe.find import recipe_files, shipped_folder
 from envbuild.recipe.load import load_recipe
@@ -210,7 +211,7 @@ class ShownSite:
             for copy in (file, *copies):
                 if copy != file:
                     shutil.copy(file, copy)
-                self._receipt(copy, file_digest(copy))
+                self._receipt(copy, f"sha256:{sha256_of(copy)}")
 
     def _receipt(self, artifact: Path, digest: str) -> None:
         told = {**_PASSED, "artifact": {"digest": digest, "path": str(artifact)}}

@@ -398,10 +398,9 @@ def test_layers_for_another_processor_are_not_built_here(tmp_path: Path) -> None
     other = {"x86_64": "aarch64", "aarch64": "x86_64"}[os.uname().machine]
     layer = dataclasses.replace(SOURCE, target=f"cpu-{other}")
     environment = load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path / "s")})
-    build_host = prepare.build_hosts(RequestedLayers((layer,)), tmp_path, environment, offline=False)
     with (
         pytest.raises(HostError, match=f"the store lacks some of libfoo for {other}") as refused,
-        build_host(tmp_path),
+        prepare.open_build_host(RequestedLayers((layer,)), tmp_path, environment, tmp_path, offline=False),
     ):
         pass
     assert refused.value.hint and "envbuild layers" in refused.value.hint

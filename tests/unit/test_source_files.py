@@ -291,7 +291,7 @@ def test_elf_files_are_read_as_patchelf_reads_them(tmp_path: Path) -> None:
     assert list(elf.needed) == asked.stdout.split()
     assert elf.runpath == "$ORIGIN/a:/b"
     assert elf.glibc > (2, 0)
-    assert relocate(tmp_path, _arch(), [])[0] == elf.glibc
+    assert relocate(tmp_path, _arch(), []) == []
 
 
 @examples(200)
@@ -328,7 +328,7 @@ def test_a_library_that_names_the_folder_of_its_build_is_refused(tmp_path: Path)
         stream.write(b"\0" * 3_000_000 + b"/somewhere/work/source/foo.c\0")
     with pytest.raises(BuildError, match="folder that it was built in"):
         relocate(tmp_path, _arch(), ["/somewhere/work"])
-    assert relocate(tmp_path, _arch(), ["/elsewhere"])[0] > (2, 0)
+    assert relocate(tmp_path, _arch(), ["/elsewhere"]) == []
 
 
 def test_pkg_config_files_find_their_own_folder_and_scripts_are_reported(tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_pkg_config_files_find_their_own_folder_and_scripts_are_reported(tmp_pat
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    _, named = relocate(tmp_path, _arch(), ["/build"], {"bar": PurePath("/build/requires/bar")})
+    named = relocate(tmp_path, _arch(), ["/build"], {"bar": PurePath("/build/requires/bar")})
     text = (tmp_path / "lib/pkgconfig/foo.pc").read_text()
     assert text == "prefix=${pcfiledir}/../..\nRequires: bar\nLibs: -L${pcfiledir}/../../lib -lbar\n"
     assert named == ["bin/foo-config"]
@@ -393,7 +393,7 @@ def test_a_layer_with_a_file_that_is_cut_or_gone_is_none(tmp_path: Path) -> None
     (tree / "a").write_text("text")
     (tree / "b").symlink_to("a")
     assert read_manifest(tree) is None
-    write_manifest(tmp_path, SourceManifest("foo", "1", list_files(tree), "2.34"))
+    write_manifest(tmp_path, SourceManifest("foo", "1", list_files(tree)))
     made = read_manifest(tree)
     assert made is not None and made.files[1] == ("b", "-> a", 0)
     (tree / "a").write_text("tex")
@@ -415,7 +415,7 @@ def test_a_layer_with_other_files_than_its_manifest_is_none(tmp_path: Path, chan
     tree.mkdir()
     (tree / "a").write_text("text")
     (tree / "b").symlink_to("a")
-    write_manifest(tmp_path, SourceManifest("foo", "1", list_files(tree), ""))
+    write_manifest(tmp_path, SourceManifest("foo", "1", list_files(tree)))
     assert read_manifest(tree) and read_manifest(tree, store.digests.of)
     change(tree)
     assert read_manifest(tree) is None and read_manifest(tree, store.digests.of) is None
