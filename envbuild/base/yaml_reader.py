@@ -61,3 +61,15 @@ def parse_yaml(
         # for example a number with thousands of digits, an invalid date, a list as a key
         reason = str(problem).partition("\n")[0]
         raise error(f"{name}: YAML with a value that cannot be read: {reason[:200]}", hint) from None
+
+
+def line_of(around: Any, key: Any) -> int:
+    """Return the line, from 1, of the entry `key` of a table or list of the loader "rt".
+
+    It is that of `around` if the entry's own is unknown, as for merged (`<<`) and tagged ones.
+    """
+    position = getattr(around, "lc", None)
+    if position is None:
+        return 1
+    known = position.data or {}
+    return int(known[key][0] if key in known else position.line or 0) + 1

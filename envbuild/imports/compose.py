@@ -29,6 +29,7 @@ from envbuild.imports.signs import (
 )
 from envbuild.imports.statement import (
     OF_HOST,
+    OF_OTHER_SYSTEM,
     OTHER_SYSTEM,
     OWN_NAME,
     UNUSED_INDEX,
@@ -39,7 +40,6 @@ from envbuild.imports.statement import (
     builds_for,
     carried_as,
     for_linux,
-    is_of_other_system,
     is_torch_wheel,
     linux_places,
     lose_contradicting,
@@ -71,7 +71,7 @@ _ANY_LOCAL = re.compile(r"===?[^;,+=]*(\+[^\s;,]+)")
 
 
 def _requirement_problem(text: str) -> str | None:
-    problem = OTHER_SYSTEM if is_of_other_system(text) else checks.requirement_problem(text)
+    problem = OTHER_SYSTEM if OF_OTHER_SYSTEM.match(text) else checks.requirement_problem(text)
     if re.search(r"@\s*file:", text):
         return f"{OF_HOST}: copy it into the recipe's folder, name it `NAME @ ./FILE`"
     if problem is None and (reference := reference_of(text)) and reference.kind == "path":
@@ -195,7 +195,7 @@ def compose(
     for texts_of_project in named.values():  # a second requirement of a project has to have a marker, as the first
         constraints += texts_of_project[1:] if ";" not in texts_of_project[0] else []
         texts_of_project[1:] = texts_of_project[1:] if ";" in texts_of_project[0] else []
-    constraints += [f"{project}{_without_build(pin)}" for project, pin in pins.items()]
+    constraints += [f"{project}{_for_targets(project, str(pin.specifier), ())}" for project, pin in pins.items()]
     for statement in [statement for statement in kept if statement.kind == "override"]:
         project = _project(statement)
         if differs(project, [statement.text]) or any("@" in text for text in named.get(project, ())):
@@ -494,15 +494,9 @@ def _is_built(name: str, text: str) -> bool:
 
 
 def _for_targets(name: str, text: str, targets: Sequence[Target]) -> str:
-    """Return a constraint without the local version of a build that no target has."""
+    """Return a constraint or specifiers without the local version of a build that none of `targets` has."""
     is_other = _is_built(name, text) and not any(f"+{target.accelerator}" in text for target in targets)
     return re.sub(r"(===?[^;,+=]*)\+[^\s;,]+", r"\1", text) if is_other else text
-
-
-def _without_build(pin: Requirement) -> str:
-    """Return the specifiers of a pin without the local version of a build for an accelerator."""
-    text, name = str(pin.specifier), normalise(pin.name)
-    return re.sub(r"[+][^,;]*", "", text) if _is_built(name, text) else text
 
 
 def built_for(text: str, pin: Requirement | None, target: Target, old: str = "") -> str:

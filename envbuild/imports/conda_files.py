@@ -16,9 +16,8 @@ from urllib.parse import unquote
 from envbuild.base.errors import UsageError
 from envbuild.base.packages import CHANNEL_ALIAS
 from envbuild.base.toml import Document, list_at, read, table_at, value_at
-from envbuild.base.yaml_reader import parse_yaml
-from envbuild.data import load_table
-from envbuild.imports.pip_files import Find, beside, pip_line, poetry_requirement
+from envbuild.base.yaml_reader import line_of, parse_yaml
+from envbuild.imports.pip_files import Find, beside, option_of, pip_line, poetry_requirement
 from envbuild.imports.statement import (
     ENVIRONMENTS,
     INDEX,
@@ -69,14 +68,8 @@ def _yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
 def _placed(path: Path, listed: Any) -> Iterator[tuple[Any, int, str]]:
     """Yield the values of a list, each with its line and place."""
     for index, item in enumerate(list_at(listed)):
-        line = _line(listed, index)
-        yield item, line, f"{path}:{line + 1}"
-
-
-def _line(around: Any, key: Any) -> int:
-    """Return the line of the entry `key`, or of `around` if it is unknown, as for merged (`<<`) and tagged entries."""
-    known = around.lc.data or {}
-    return int(known[key][0] if key in known else around.lc.line or 0)
+        line = line_of(listed, index)
+        yield item, line, f"{path}:{line}"
 
 
 def read_environment(path: Path) -> Iterator[Statement]:
@@ -90,7 +83,7 @@ def read_environment(path: Path) -> Iterator[Statement]:
     others = [] if listed else [spec for spec in specs if not re.match(r"\S+::|(?:python|pip)(?![\w.-])", spec)]
     channels = listed or ([] if others else [*pins])
     for key, value in data.items():
-        place = f"{path}:{_line(data, key) + 1}"
+        place = f"{path}:{line_of(data, key)}"
         if key in KINDS:
             if value is not None and not isinstance(value, list):
                 yield lost(f"{key}: {value}", place, "not a list")
@@ -98,7 +91,7 @@ def read_environment(path: Path) -> Iterator[Statement]:
                 is_pip = list(table_at(item)) == ["pip"] and isinstance(item["pip"], list)
                 inner = _placed(path, item["pip"]) if is_pip else [(item, line, at)]
                 for text, number, where in inner:
-                    selector = next(iter(_SELECTOR.findall(lines[number])), "linux")
+                    selector = next(iter(_SELECTOR.findall(lines[number - 1])), "linux")
                     if not isinstance(text, str) or selector not in _SELECTED:
                         yield lost(text, where, OTHER_SYSTEM if isinstance(text, str) else "not a string")
                     elif text is item:
@@ -239,8 +232,7 @@ def pixi_entries(document: Document, root: tuple[str, ...]) -> Iterator[Statemen
                 for key, text in table_at(value).items():
                     keys = (*place, name, key)
                     if key in ("channels", "platforms"):
-                        for statement in texts(document, keys, KINDS[key]):
-                            yield from _table_entry(document, statement, keys) if statement.reason else [statement]
+                        yield from _pixi_list(document, keys)
                     else:
                         known = Statement("name", str(text), document.where(*keys))
                         yield known if key == "name" else lost(f"{key} = {text}", known.place, TOOL)
@@ -258,26 +250,27 @@ def pixi_entries(document: Document, root: tuple[str, ...]) -> Iterator[Statemen
                     names = " ".join(map(str, in_default)) if key == "default" else ""
                     yield lost(f"{key} = {about}", document.where(*place, name, key), ENVIRONMENTS, names)
             elif name == "channels" and place != root:
-                for statement in texts(document, (*place, name), "channel", group):
-                    yield from _table_entry(document, statement, (*place, name)) if statement.reason else [statement]
+                yield from _pixi_list(document, (*place, name), group)
             elif name not in ("target", "feature"):
                 yield lost(f"{name} = {value}", document.where(*place, name), TOOL, group)
 
 
-def _table_entry(document: Document, entry: Statement, keys: tuple[str, ...]) -> Iterator[Statement]:
-    """Yield the channel or platform of a pixi entry in table form: {channel = "nvidia", priority = 1}.
+def _pixi_list(document: Document, keys: tuple[str, ...], group: str = "") -> Iterator[Statement]:
+    """Yield the channels or platforms of pixi in an array; some are tables: {channel = "nvidia", priority = 1}.
 
     What a platform needs of the system (cuda, glibc) is listed as [system-requirements] is, which is its older form.
     """
-    key = keys[-1].removesuffix("s")
-    for index, item in enumerate(list_at(document.data, *keys)):
-        if document.where(*keys, index) == entry.place and (name := value_at(item, key)):
-            yield Statement(KINDS[keys[-1]], str(name), entry.place, entry.group)
-            needs = {other: value for other, value in item.items() if other not in (key, "name", "priority")}
-            if needs:
-                yield lost(f"system-requirements of {name} = {needs}", entry.place, TOOL, entry.group)
-            return
-    yield entry
+    kind, key = KINDS[keys[-1]], keys[-1].removesuffix("s")
+    for statement, item in zip(
+        texts(document, keys, kind, group), [*list_at(document.data, *keys), None], strict=False
+    ):
+        if not (name := value_at(item, key)):
+            yield statement
+            continue
+        yield Statement(kind, str(name), statement.place, group)
+        needs = {other: value for other, value in item.items() if other not in (key, "name", "priority")}
+        if needs:
+            yield lost(f"system-requirements of {name} = {needs}", statement.place, TOOL, group)
 
 
 def read_conda_lock(path: Path) -> Iterator[Statement]:
@@ -428,9 +421,9 @@ def conda_words(words: list[str], place: str, find: Find, *, is_env: bool) -> It
                 yield Statement("channel", channel, place)
             yield conda_spec("conda", spec if marks else word, place)
             continue
-        if re.fullmatch(r"-[a-zA-Z][^-=].*", word) and _option(word[:2])[1]:
+        if re.fullmatch(r"-[a-zA-Z][^-=].*", word) and (option_of(word[:2], "conda") or ("", False))[1]:
             name, equals, value = word[:2], "=", word[2:]  # -cconda-forge
-        long, is_valued = _option(name)
+        long, is_valued = option_of(name, "conda") or ("", False)
         if is_valued and not equals:
             value = next(left, "")
         if long == "--channel":
@@ -448,23 +441,6 @@ def conda_words(words: list[str], place: str, find: Find, *, is_env: bool) -> It
             yield lost(word, place, _OPTION)
     if is_env and not has_file:
         yield from _conda_file("environment.yml", place, find)
-
-
-def _option(name: str) -> tuple[str, bool]:
-    """Return the long name of an option of conda or mamba, and whether it has a value; ("", False) if unknown.
-
-    As in conda, the unique beginning of a long name is enough.
-    """
-    known = {
-        spelling: (next(name for name in text.split() if name.startswith("--")), key == "valued")
-        for key in ("valued", "flags")
-        for text in load_table("pip_options")["conda"][key]
-        for spelling in text.split()
-    }
-    if name in known:
-        return known[name]
-    found = {option for spelling, option in known.items() if name.startswith("--") and spelling.startswith(name)}
-    return found.pop() if len(found) == 1 else ("", False)
 
 
 def _conda_file(name: str, place: str, find: Find) -> Iterator[Statement]:

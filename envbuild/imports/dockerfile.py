@@ -21,7 +21,7 @@ from envbuild.base.files import parse_json
 from envbuild.base.text import normalise
 from envbuild.image.model import GOARCH
 from envbuild.imports.conda_files import conda_words
-from envbuild.imports.pip_files import Find, last_installed, pip_words
+from envbuild.imports.pip_files import Find, last_installed, pip_words, shell_words
 from envbuild.imports.pyproject import read_pyproject
 from envbuild.imports.statement import BOUND, BRANCH, NOT_IN_IMAGE, NOT_TAKEN, Statement, lost, text_of, variable
 from envbuild.recipe.targets import host_arch
@@ -247,10 +247,7 @@ _END = "\x00"
 
 def _pairs(text: str) -> dict[str, str]:
     """Return the variables of ENV or ARG."""
-    try:
-        words = shlex.split(text)
-    except ValueError:
-        words = text.split()
+    words = shell_words(text)
     if len(words) > 1 and "=" not in words[0]:
         return {words[0]: " ".join(words[1:])}
     return {name: value for name, equals, value in (word.partition("=") for word in words) if equals}

@@ -112,7 +112,7 @@ def pip_line(
     """
     requirement, *options = re.split(r"(?:^|\s+)(?=-)", text, maxsplit=1)
     if not requirement:
-        yield from pip_words(_split(options[0]), place, find, kind, seen, is_file=True)
+        yield from pip_words(shell_words(options[0]), place, find, kind, seen, is_file=True)
         return
     if options and _PROGRAM.fullmatch(requirement.split()[0]):
         yield lost(text, place, "a command of the shell, not a requirement")
@@ -158,7 +158,7 @@ def pip_words(
         name, equals, value = word.partition("=")
         if not word.startswith("--"):  # -rFILE, -qU
             name, equals, value = word[:2], "", word[2:].removeprefix("=")
-        option = _options().get(name) or _abbreviated(name)
+        option = option_of(name, "pip", "uv")
         if option is None:
             yield lost(word if equals else " ".join((word, *left)), place, _UNKNOWN)
             if not equals:
@@ -241,28 +241,26 @@ def last_installed(statements: list[Statement]) -> Iterator[Statement]:
 
 
 @functools.cache
-def _options() -> dict[str, tuple[str, bool]]:
-    """Return spelling → (first long spelling, takes a value) for all options; pip's own meaning takes precedence."""
+def _options(tool: str) -> dict[str, tuple[str, bool]]:
+    """Return spelling → (first long spelling, takes a value) for the options of a tool."""
     options: dict[str, tuple[str, bool]] = {}
-    for tool in ("uv", "pip"):
-        for key in ("valued", "flags"):
-            for spellings in map(str.split, load_table("pip_options")[tool][key]):
-                long = next(name for name in spellings if name.startswith("--"))
-                options |= dict.fromkeys(spellings, (long, key == "valued"))
+    for key in ("valued", "flags"):
+        for spellings in map(str.split, load_table("pip_options")[tool][key]):
+            long = next(name for name in spellings if name.startswith("--"))
+            options |= dict.fromkeys(spellings, (long, key == "valued"))
     return options
 
 
-def _abbreviated(name: str) -> tuple[str, bool] | None:
-    """Return the only option of pip that begins with `name`, None if there is none or several."""
-    table = load_table("pip_options")["pip"]
-    names = [
-        option
-        for key in ("valued", "flags")
-        for text in table[key]
-        for option in text.split()
-        if option.startswith(name)
-    ]
-    candidates = {_options()[option] for option in names} if name.startswith("--") and len(name) > 3 else set()
+def option_of(name: str, *tools: str) -> tuple[str, bool] | None:
+    """Return the option `name` of the first of `tools` that has it, None if it is unknown.
+
+    For the first tool, the unique beginning of a long name is enough, as for pip and conda.
+    """
+    for options in map(_options, tools):
+        if name in options:
+            return options[name]
+    begun = name if name.startswith("--") else " "
+    candidates = {option for spelling, option in _options(tools[0]).items() if spelling.startswith(begun)}
     return candidates.pop() if len(candidates) == 1 else None
 
 
@@ -271,10 +269,11 @@ def _without_effect() -> frozenset[str]:
     return frozenset(load_table("pip_options")["without_effect"])
 
 
-def _split(text: str) -> list[str]:
+def shell_words(text: str) -> list[str]:
+    """Return the words of a command of the shell, or those between blanks if a quote is not closed."""
     try:
         return shlex.split(text)
-    except ValueError:  # a quote that is not closed
+    except ValueError:
         return text.split()
 
 

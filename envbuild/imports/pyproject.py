@@ -87,7 +87,6 @@ _UV_OTHER = (
     ),
 )
 _UV_SETTINGS = (*_UV_INDEXES, *_UV_OTHER)
-_LOST = {("build-system", "requires"): "builds the project's own wheel"}
 # Tables and values of [tool] that read_pyproject reads.
 _READ: tuple[tuple[str, ...], ...] = (
     *_ARRAYS,
@@ -136,11 +135,9 @@ def read_pyproject(path: Path) -> Iterator[Statement]:
         if isinstance(text := value_at(data, *keys), str):
             yield Statement(kind, text, document.where(*keys))
     in_default = pixi_default(document, ("tool", "pixi"))  # extras and groups are features of pixi, too
-    for array, group in _ARRAYS.items():
-        for name in table_at(data, *array) if group is None else array[-1:]:
-            place, own = (*array, name) if group is None else array, name if group is None else group
-            statements = texts(document, place, "requirement", "" if own in in_default else own)
-            yield from _sourced(document, _without_own(document, statements))
+    for place, own in _arrays(document):
+        statements = texts(document, place, "requirement", "" if own in in_default else own)
+        yield from _sourced(document, _without_own(document, statements))
     for name, about in table_at(data, *_HATCH).items():
         for key in _HATCH_KEYS:
             yield from texts(document, (*_HATCH, name, key), "requirement", name)
@@ -160,8 +157,8 @@ def read_pyproject(path: Path) -> Iterator[Statement]:
     for text in list_at(data, "tool", "pdm", "resolution", "excludes"):
         yield lost(f"excludes = {text}", document.where("tool", "pdm", "resolution", "excludes"), TOOL)
     yield from _dynamic(document)
-    for keys, reason in _LOST.items():
-        yield from (replace(statement, reason=reason) for statement in texts(document, keys, "lost"))
+    for statement in texts(document, ("build-system", "requires"), "lost"):
+        yield replace(statement, reason="builds the project's own wheel")
     yield from _uv_settings(document)
     for keys in _INDEXES:
         yield from _indexes(document, keys)
@@ -266,13 +263,20 @@ def _group_of(source: Mapping[str, Any]) -> str:
 def _required(document: Document) -> dict[str, list[str]]:
     """Return normalised project name → groups ("" for none) whose requirements contain it."""
     groups: dict[str, list[str]] = {}
-    for array, group in _ARRAYS.items():
-        for name in table_at(document.data, *array) if group is None else array[-1:]:
-            place = (*array, name) if group is None else array
-            for statement in texts(document, place, "requirement", name if group is None else group):
-                if not statement.reason:
-                    groups.setdefault(requirement_parts(statement.text)[0], []).append(statement.group)
+    for place, group in _arrays(document):
+        for statement in texts(document, place, "requirement", group):
+            if not statement.reason:
+                groups.setdefault(requirement_parts(statement.text)[0], []).append(statement.group)
     return groups
+
+
+def _arrays(document: Document) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the keys of each array of requirements, and its group."""
+    for array, group in _ARRAYS.items():
+        if group is not None:
+            yield array, group
+        else:
+            yield from (((*array, name), name) for name in table_at(document.data, *array))
 
 
 def _uv_sources(document: Document) -> dict[str, list[Mapping[str, Any]]]:
@@ -346,7 +350,7 @@ def _indexes(document: Document, keys: tuple[str, ...]) -> Iterator[Statement]:
         # A package that only extras require needs its index with these alone.
         groups = [group] if (group := _group_of(about)) else required.get(name, [""])
         uses.setdefault(str(about.get("index")), []).extend((group, str(about.get("marker", ""))) for group in groups)
-    for group, about in _poetry_entries(document):
+    for group, about in [(group, about) for group, _, about, _ in _poetry_entries(document) if "source" in about]:
         system = str(about.get("platform", ""))
         marker = f"sys_platform == '{system}'" if re.fullmatch(r"\w+", system) else str(about.get("markers", ""))
         marker, extras = split_extras(marker)
@@ -407,34 +411,26 @@ def _poetry(document: Document) -> Iterator[Statement]:
         yield lost(f"{name} = {names}", at, f"an extra: carry it with --extra {name}", name)
         for item in list_at(names):
             extras.setdefault(normalise(str(item)), []).append(name)
-    for keys, group in _poetry_tables(document).items():
+    for group, name, about, place in _poetry_entries(document):
+        if name == "python":
+            yield from poetry_python(str(about.get("version")), place)
+            continue
+        optional = " ".join(extras.get(normalise(name), ["optional"])) if about.get("optional") else ""
+        version = poetry_specifier(str(about.get("version", "*")))
+        # conda-lock reads poetry's dependencies as packages of conda; PyPI has others under these names.
+        if is_conda and _CONDA_ONLY.fullmatch(name) and about.get("source") != "pypi" and version is not None:
+            yield conda_spec("conda", f"{name} {version}".strip(), place, group or optional)
+        else:
+            yield from poetry_requirement(name, about, place, group or optional)
+
+
+def _poetry_entries(document: Document) -> Iterator[tuple[str, str, dict[str, Any], str]]:
+    """Yield (group, name, table, place) of each of poetry's dependencies; a version counts as a table with it."""
+    tables: dict[tuple[str, ...], str] = {(*_POETRY, "dependencies"): "", (*_POETRY, "dev-dependencies"): "dev"}
+    groups = table_at(document.data, *_POETRY, "group")
+    tables |= {(*_POETRY, "group", name, "dependencies"): name for name in groups}
+    for keys, group in tables.items():
         for name, given in table_at(document.data, *keys).items():
-            place = document.where(*keys, name)
             for item in given if isinstance(given, list) else [given]:
                 about = item if isinstance(item, dict) else {"version": item}
-                if name == "python":
-                    yield from poetry_python(str(about.get("version")), place)
-                    continue
-                optional = " ".join(extras.get(normalise(name), ["optional"])) if about.get("optional") else ""
-                version = poetry_specifier(str(about.get("version", "*")))
-                # conda-lock reads poetry's dependencies as packages of conda; PyPI has others under these names.
-                if is_conda and _CONDA_ONLY.fullmatch(name) and about.get("source") != "pypi" and version is not None:
-                    yield conda_spec("conda", f"{name} {version}".strip(), place, group or optional)
-                    continue
-                yield from poetry_requirement(name, about, place, group or optional)
-
-
-def _poetry_tables(document: Document) -> dict[tuple[str, ...], str]:
-    """Return the keys of poetry's tables of dependencies → their group."""
-    tables = {(*_POETRY, "dependencies"): "", (*_POETRY, "dev-dependencies"): "dev"}
-    groups = table_at(document.data, *_POETRY, "group")
-    return tables | {(*_POETRY, "group", name, "dependencies"): name for name in groups}
-
-
-def _poetry_entries(document: Document) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (group, table) for each poetry dependency in table form."""
-    for keys, group in _poetry_tables(document).items():
-        for given in table_at(document.data, *keys).values():
-            yield from (
-                (group, item) for item in (given if isinstance(given, list) else [given]) if isinstance(item, dict)
-            )
+                yield group, name, about, document.where(*keys, name)

@@ -274,16 +274,11 @@ def project_of(text: str) -> str:
 
 # The end of the name of a wheel for macOS or Windows.
 FOREIGN_FILE = re.compile(r"-(?:macosx_|win_|win32)[a-z0-9_.]*\.whl(?![\w.])")
-# Packages and wheels that exist for macOS or Windows alone.
-_OF_OTHER_SYSTEM = re.compile(
+# Requirements of packages, or of wheels, that exist for macOS or Windows alone.
+OF_OTHER_SYSTEM = re.compile(
     r"(?:tensorflow[-_](?:macos|metal|intel)|jax[-_]metal|mlx[-_]metal|pywin32|pypiwin32|pywinpty|windows[-_]curses|winsdk"
     r"|winrt-[\w-]+|triton[-_]windows|onnxruntime[-_]directml|pyobjc(?:-[\w-]+)?)(?![\w.-])|[\w.-]+(?:\[[^\]]*\])?\s*@\s*https?:\S+-(?:macosx_|win_|win32)[a-z0-9_]*\.whl(?![\w.])"
 )
-
-
-def is_of_other_system(text: str) -> bool:
-    """Return whether a requirement is a package or a wheel for another operating system than Linux."""
-    return _OF_OTHER_SYSTEM.match(text) is not None
 
 
 OF_HOST = "a file of the host on which it was written"

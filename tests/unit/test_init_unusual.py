@@ -11,7 +11,7 @@ import pytest
 from lab.drafts import draft_of
 from uv import find_uv_bin
 
-from envbuild.imports.pip_files import _options
+from envbuild.imports.pip_files import option_of
 
 
 def test_a_comment_that_ends_with_a_backslash_takes_no_requirement_with_it(tmp_path: Path) -> None:
@@ -189,7 +189,8 @@ def test_every_option_of_the_installed_pip_and_uv_is_known() -> None:
         assert len(found) > 40, tool
         for spellings, value in found:
             for name in spellings.split(", "):
-                assert _options()[name][1] == bool(value), (tool, name)
+                option = option_of(name, "pip", "uv")
+                assert option and option[1] == bool(value), (tool, name)
 
 
 def test_outputs_of_conda_list(tmp_path: Path) -> None:
