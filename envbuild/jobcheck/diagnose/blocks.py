@@ -66,8 +66,6 @@ _MOST = 256
 _MESSAGE = 4
 # A traceback whose end is missing is given up after so many lines of all processes.
 _GIVEN_UP = 50_000
-# Lines between an exception and the one that it led to.
-_BETWEEN = 3
 NAMED_EXCEPTION = re.compile(
     r"\b(?<!raise )[A-Z]\w{0,80}(?:Error|Exception|NotFound|Refused|Expired|Failure)\b(?::(?: \S|\s*$)|\([\"'])"
 )
@@ -473,7 +471,10 @@ class HelpBlock:
         """Read a line; return the first line of a block and its text if this line ends it."""
         prefix, ruled, rest = line.text.partition(RULE)
         if not ruled or rest.strip("- "):
-            self._go_on(line)
+            if self.open and line.text.removeprefix(self._prefix).strip():
+                self._lines.append(line)
+                if len(self._lines) > _LONGEST_HELP:
+                    self.open, self._lines = False, []
             return None
         lines = self._lines
         # Two rules without text between them: the second one begins a block.
@@ -481,9 +482,3 @@ class HelpBlock:
         texts = (row.text.removeprefix(prefix) for row in lines)
         text = " ".join(" ".join(texts).split())
         return (lines[0], text[:_SHOWN_HELP]) if text else None
-
-    def _go_on(self, line: Line) -> None:
-        if self.open and line.text.removeprefix(self._prefix).strip():
-            self._lines.append(line)
-            if len(self._lines) > _LONGEST_HELP:
-                self.open, self._lines = False, []

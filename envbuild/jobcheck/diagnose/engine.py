@@ -270,10 +270,6 @@ class _Mark:
     name: Literal["attempts", "progress", "failures", "pods", "words", "nccl", "last", "help", "error"]
     regex: tuple[re.Pattern[str], ...] = ()
 
-    def on(self, line: str) -> bool:
-        """Return whether `line` matches."""
-        return any(pattern.search(line) for pattern in self.regex)
-
 
 @functools.lru_cache(maxsize=16)
 def _index_of(rules: tuple[DiagnosisRule, ...]) -> TextIndex[_Mark | LinePattern]:
@@ -354,7 +350,7 @@ class _Reader:
                 self._quoted = line.text.partition(_LAST_ERROR)[0], order + 1
             elif mark.name == "words":
                 words = True
-            elif mark.name == "help" or not mark.on(line.text):
+            elif mark.name == "help" or not any(pattern.search(line.text) for pattern in mark.regex):
                 continue
             elif mark.name == "attempts":
                 here.clear()
@@ -419,7 +415,7 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Diagnosi
         explains = [n for n, (rule, _) in enumerate(held) if words.marks.intersection((*rule.any, *rule.all))]
         if shown and explains:
             rule, (order, finding) = held[explains[0]]
-            held[explains[0]] = rule, (order, _with_words(finding, shown))
+            held[explains[0]] = rule, (order, replace(finding, evidence=_distinct((*shown, *finding.evidence))))
         shown = () if explains or _comes_before(*held[0], words) else shown
     last = tuple(map(_evidence, reader.last))
     return Diagnosis(reader.total, tuple(finding for _, (_, finding) in held), shown, last)
@@ -483,11 +479,6 @@ def _comes_before(rule: DiagnosisRule, result: tuple[int, DiagnosisFinding], wor
     return words.weight < Weight.NAMED or (order < words.order and not rule.passes)
 
 
-def _with_words(finding: DiagnosisFinding, words: tuple[Evidence, ...]) -> DiagnosisFinding:
-    """Return `finding` with the lines of the exception that it explains, the location first."""
-    return replace(finding, evidence=_distinct((*words, *finding.evidence)))
-
-
 def _distinct(evidence: Iterable[Evidence]) -> tuple[Evidence, ...]:
     """Return the first part of each line: patterns may match at different places of a long line."""
     lines: dict[tuple[str, int], Evidence] = {}
@@ -535,14 +526,11 @@ def _keep(seen: _Seen, match: re.Match[str], line: Line, start: int) -> None:
             seen.kept.append(evidence)
 
 
-def _evidence(line: Line, start: int = 0) -> Evidence:
-    return Evidence(line.file, line.number, _shown(line.text, start))
-
-
-def _shown(text: str, around: int = 0) -> str:
-    text = redact("".join(c if c.isprintable() else " " for c in text))
+def _evidence(line: Line, around: int = 0) -> Evidence:
+    """Return the part of a line around an offset."""
+    text = redact("".join(c if c.isprintable() else " " for c in line.text))
     start = max(0, min(around - _SHOWN // 4, len(text) - _SHOWN))
-    return ("…" if start else "") + text.strip()[start : start + _SHOWN]
+    return Evidence(line.file, line.number, ("…" if start else "") + text.strip()[start : start + _SHOWN])
 
 
 def _found(

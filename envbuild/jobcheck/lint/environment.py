@@ -127,13 +127,12 @@ def of_array_output(script: ParsedScript) -> Iterator[Fault]:
                 break
     if re.search(r"\bcd .*(?:TASK|INDEX)", script.text) or not script.facts:
         return
-    for command in script.commands:
+    for command in script.trainings:
         end = command.line
         while end < len(script.lines) and script.lines[end - 1].endswith("\\"):
             end += 1
         text = "\n".join(script.lines[command.line - 1 : end])
-        name = _WRITES.search(text) if starts_training(command) and not command.file else None
-        if name:
+        if (name := _WRITES.search(text)) and not command.file:
             yield Fault("array-output" if array else "output-fixed", end, name[1])
             return
 
@@ -200,17 +199,10 @@ def of_secrets(script: ParsedScript) -> Iterator[Fault]:
         for name, words in command.assignments:
             value = words[0] if len(words) == 1 else ""
             literal = re.fullmatch(r"(?=.*[A-Za-z])[\w.:~+][\w.:~+-]{15,}=*|[\w+][\w+/-]{39,}=*", value)
-            if (
-                literal
-                and not value.lower().startswith(("your", "xxx"))
-                and ((sounds_secret(name.rstrip("+")) and _is_no_word(name, value)) or looks_secret(value))
-            ):
+            # A value without a digit may be just a name, as in METRIC_KEY=mean_of_losses.
+            sounds = sounds_secret(name.rstrip("+")) and (re.search(r"\d", value) or "PASS" in name.upper())
+            if literal and not value.lower().startswith(("your", "xxx")) and (sounds or looks_secret(value)):
                 yield Fault("secret", command.line, name)
-
-
-def _is_no_word(name: str, value: str) -> bool:
-    """Return whether a value is not just a name, as in METRIC_KEY=mean_of_losses."""
-    return re.search(r"\d", value) is not None or "PASS" in name.upper()
 
 
 def of_gpu_containers(script: ParsedScript) -> Iterator[Fault]:
@@ -312,7 +304,7 @@ def of_other_nodes(script: ParsedScript) -> Iterator[Fault]:
     )
     if not script.several or script.kind == "shell" or everywhere:
         return
-    later = " ".join(word for command in script.commands if starts_training(command) for word in command.words)
+    later = " ".join(word for command in script.trainings for word in command.words)
     later = " ".join(script.variables.expanded(later.split()))
     for command in here:
         target = next((word for word in reversed(command.words[1:]) if not word.startswith("-")), "")

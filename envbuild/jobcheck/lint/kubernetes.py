@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from envbuild.base.errors import UsageError
-from envbuild.base.yaml_reader import parse_yaml
+from envbuild.base.yaml_reader import line_of, parse_yaml
 from envbuild.data import load_table
 from envbuild.jobcheck.lint.directives import whole_number
 from envbuild.jobcheck.lint.environment import judged_image, of_commands, of_secrets
@@ -112,11 +112,8 @@ def _walk(value: Any, nodes: int, ranks: str, seen: set[int]) -> Iterator[Fault]
             yield from _pod(value, nodes, ranks)
         if isinstance(value.get("trainer"), Mapping):
             yield from _container(value["trainer"], nodes, ranks)
-        for inner in value.values():
-            yield from _walk(inner, nodes, ranks, seen)
-    else:
-        for inner in value:
-            yield from _walk(inner, nodes, ranks, seen)
+    for inner in value.values() if isinstance(value, Mapping) else value:
+        yield from _walk(inner, nodes, ranks, seen)
 
 
 def _policy(document: Mapping[str, Any]) -> Iterator[Fault]:
@@ -126,7 +123,7 @@ def _policy(document: Mapping[str, Any]) -> Iterator[Fault]:
         policy = str(pod.get("restartPolicy", "Always"))
         if policy == "Always":
             given = "restartPolicy" in pod
-            yield Fault("restart-policy", _line(pod, "restartPolicy" if given else "containers"), policy)
+            yield Fault("restart-policy", line_of(pod, "restartPolicy" if given else "containers"), policy)
 
 
 def _names(document: Mapping[str, Any]) -> Iterator[Fault]:
@@ -136,8 +133,8 @@ def _names(document: Mapping[str, Any]) -> Iterator[Fault]:
     if not isinstance(pod, Mapping) or spec.get("completionMode") != "Indexed" or pod.get("subdomain"):
         return
     for container in _rows(pod, "containers"):
-        env = [(str(variable.get("value")), _line(variable, "value")) for variable in _rows(container, "env")]
-        words = [(word.rpartition("=")[2], _line(container, "args")) for word in _words(container)]
+        env = [(str(variable.get("value")), line_of(variable, "value")) for variable in _rows(container, "env")]
+        words = [(word.rpartition("=")[2], line_of(container, "args")) for word in _words(container)]
         for value, line in (*env, *words):
             if re.fullmatch(rf"{re.escape(str(name))}-\d+(?:[.:].*)?", value):
                 yield Fault("pod-name", line, value)
@@ -162,7 +159,7 @@ def _replicas(document: Mapping[str, Any]) -> Iterator[Fault]:
         containers = _rows(_inner(replica, "template", "spec"), "containers")
         named = [container for container in containers if isinstance(container.get("name"), str)]
         if named and not any(container["name"] == "pytorch" for container in named):
-            yield Fault("container-name", _line(named[0], "name"), named[0]["name"])
+            yield Fault("container-name", line_of(named[0], "name"), named[0]["name"])
 
 
 def _unknown(value: Any, kind: str) -> Iterator[Fault]:
@@ -171,7 +168,7 @@ def _unknown(value: Any, kind: str) -> Iterator[Fault]:
     others = [key for key in fields if key not in WORDS[f"{kind}_fields"]]
     elsewhere = WORDS["pod_fields"] | WORDS["container_fields"] | WORDS["job_fields"]
     for key in others[:1]:  # others may be those of an operator
-        yield Fault("field-unknown", _line(value, key), key, level="" if key in elsewhere else "hint")
+        yield Fault("field-unknown", line_of(value, key), key, level="" if key in elsewhere else "hint")
 
 
 def _pod(spec: Mapping[str, Any], nodes: int, ranks: str) -> Iterator[Fault]:
@@ -192,7 +189,7 @@ def _pod(spec: Mapping[str, Any], nodes: int, ranks: str) -> Iterator[Fault]:
             gpus = _gpus(container) or 0
             if key == "containers" and (gpus or workers) and not shared and not lone:
                 # Whether one rank has data loaders is not known.
-                yield Fault("shared-memory", _line(container, "image"), level="" if gpus > 1 or workers else "hint")
+                yield Fault("shared-memory", line_of(container, "image"), level="" if gpus > 1 or workers else "hint")
 
 
 def _limits(container: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -210,18 +207,15 @@ def _gpus(container: Mapping[str, Any]) -> int | None:
 
 
 def _words(container: Mapping[str, Any]) -> list[str]:
-    parts = []
-    for key in ("command", "args"):
-        value = container.get(key)
-        parts += [str(word) for word in value] if isinstance(value, list) else []
-    return parts
+    values = (container.get(key) for key in ("command", "args"))
+    return [str(word) for value in values if isinstance(value, list) for word in value]
 
 
 def _container(container: Mapping[str, Any], nodes: int, ranks: str) -> Iterator[Fault]:
     image = container.get("image")
     if isinstance(image, str):
-        yield from judged_image(image, _line(container, "image"))
-    variables = {str(row.get("name")): (row.get("value"), _line(row, "value")) for row in _rows(container, "env")}
+        yield from judged_image(image, line_of(container, "image"))
+    variables = {str(row.get("name")): (row.get("value"), line_of(row, "value")) for row in _rows(container, "env")}
     # Written as a script, so that the rules for scripts apply; a fault's line is mapped back to the manifest.
     exports = [
         f"export {name}={_quoted(' '.join(str(value).split()))}"
@@ -231,7 +225,7 @@ def _container(container: Mapping[str, Any], nodes: int, ranks: str) -> Iterator
     words = _words(container)
     shell = len(words) > 2 and words[1].startswith("-") and words[1].endswith("c")
     body = words[2] if shell else " ".join(_quoted(word) for word in words)
-    begun = _line(container, "command" if "command" in container else "args")
+    begun = line_of(container, "command" if "command" in container else "args")
     count = whole_number(ranks)
     if count and _gpus(container) and count > (_gpus(container) or 0) and not _STARTS_RANKS.search(body):
         yield Fault("ranks-exceed-gpus", begun, f"{count} ranks, {_gpus(container)} GPUs")
@@ -260,7 +254,7 @@ def _container(container: Mapping[str, Any], nodes: int, ranks: str) -> Iterator
         yield Fault("one-process", begun, str(gpus), level="hint")  # the program may take all GPUs itself
     cpus = whole_number(str((_limits(container) or {}).get("cpu", "")))
     if gpus > 1 and cpus is not None and cpus < gpus:
-        yield Fault("cpus-missing", _line(container, "resources"), f"{gpus} GPUs, {cpus} CPU{'s' * (cpus != 1)}")
+        yield Fault("cpus-missing", line_of(container, "resources"), f"{gpus} GPUs, {cpus} CPU{'s' * (cpus != 1)}")
     provider = variables.get("FI_PROVIDER", ("", 0))
     limits = _limits(container) or {}
     for fabric in load_table("fabrics")["fabrics"].values() if provider[0] else ():
@@ -272,13 +266,3 @@ def _container(container: Mapping[str, Any], nodes: int, ranks: str) -> Iterator
 def _quoted(word: str) -> str:
     """Return `word` quoted for a shell; `$(NAME)` and `$NAME` of manifests stay unchanged."""
     return word if word and not set(word) & set(" \t\n;|&<>'\"`#") else shlex.quote(word)
-
-
-def _line(value: Any, key: str) -> int:
-    """Return the line of `key` in a mapping of ruamel.yaml, or that of the mapping."""
-    position = getattr(value, "lc", None)
-    if position is None:
-        return 1
-    if position.data and key in position.data:
-        return int(position.data[key][0]) + 1
-    return int(position.line) + 1

@@ -126,9 +126,8 @@ def of_endpoints(script: ParsedScript) -> Iterator[Fault]:
     named = re.search(r"MASTER_ADDR|://|\b(?:COMM|INIT|DIST|SYNC)_\w*=", code)
     provided = script.launches or named or sets_elsewhere(script)
     if script.several and commented and not provided:
-        steps = [command for command in script.commands if command.program in LAUNCHERS and starts_training(command)]
         # Some programs ask Slurm themselves.
-        yield from (Fault("endpoint-unset", step.line, "MASTER_ADDR", level="hint") for step in steps[-1:])
+        yield from (Fault("endpoint-unset", step.line, "MASTER_ADDR", level="hint") for step in script.steps[-1:])
 
 
 def _quoted_lists(script: ParsedScript) -> Iterator[Fault]:
@@ -155,11 +154,7 @@ def of_numbers(script: ParsedScript) -> Iterator[Fault]:
         yield from _node_ranks(script)
     nodes = script.nodes[1] if script.nodes else 1
     total = script.tasks * nodes
-    steps = [
-        command
-        for command in script.commands
-        if command.program in LAUNCHERS and starts_training(command) and not command.file
-    ]
+    steps = [command for command in script.steps if not command.file]
     if script.launches or not steps or total < 2:
         return
     for command in script.commands:
@@ -250,8 +245,10 @@ def of_launches(script: ParsedScript) -> Iterator[Fault]:
             yield from _identity(script, launch)
         if launch.launcher == "srun":
             yield from _doubled(script, launch)
-        if launch.launcher in ("mpirun", "orterun") and not _words_have(script, launch, "bind-to", "none"):
-            yield Fault("mpi-binding", launch.command.line)
+        if launch.launcher in ("mpirun", "orterun"):
+            words = [*launch.around, *script.variables.expanded(launch.command.words)]
+            if not re.search(r"--?bind-to[= ]none\b", " ".join(words)):
+                yield Fault("mpi-binding", launch.command.line)
 
 
 def _nodes(script: ParsedScript, launch: Launch, covered: bool) -> Iterator[Fault]:
@@ -264,7 +261,7 @@ def _nodes(script: ParsedScript, launch: Launch, covered: bool) -> Iterator[Faul
     if several and alone and launch.waits:
         fault = "head-only" if script.kind != "shell" or script.launchers_work else "started-here"
         yield Fault(fault, line, nodes=several)
-    elif script.nodes and several and alone and not (covered or line < script.last_on_nodes):
+    elif script.nodes and several and alone and not (covered or any(line < step.line for step in script.steps)):
         yield Fault("idle-nodes", line, nodes=several)
     step = launch.option("--nodes", "-N")
     if not launch.waits and (alone or covered or step == "1"):
@@ -288,12 +285,9 @@ def _nodes(script: ParsedScript, launch: Launch, covered: bool) -> Iterator[Faul
 
 
 def _on_nodes(script: ParsedScript, launch: Launch) -> bool:
-    return script.everywhere or launch.launcher != "" or _carried(script, launch)
-
-
-def _carried(script: ParsedScript, launch: Launch) -> bool:
-    """Return whether a launcher starts the function or the file that contains this torchrun."""
-    return bool(launch.command.function) and launch.command.function in script.passed
+    """Return whether a torchrun runs on nodes: by each of them, a launcher, or a function or file that one starts."""
+    function = launch.command.function
+    return script.everywhere or launch.launcher != "" or (bool(function) and function in script.passed)
 
 
 def _endpoint(script: ParsedScript, launch: Launch) -> Iterator[Fault]:
@@ -382,12 +376,6 @@ def _doubled(script: ParsedScript, launch: Launch) -> Iterator[Fault]:
         yield Fault("tasks-per-node", given[0], str(script.tasks))
     elif given and given[1].startswith("$") and given[1].strip("${}") == ranks:
         yield Fault("tasks-per-node", given[0], given[1], level="warning")
-
-
-def _words_have(script: ParsedScript, launch: Launch, option: str, value: str) -> bool:
-    words = [*launch.around, *script.variables.expanded(launch.command.words)]
-    text = " ".join(words)
-    return re.search(rf"--?{option}[= ]{value}\b", text) is not None
 
 
 def of_default_ports(script: ParsedScript) -> Iterator[Fault]:

@@ -128,8 +128,7 @@ def of_cpus(script: ParsedScript) -> Iterator[Fault]:
             value = f"{ranks} ranks, {cpus} CPU{'s' * (cpus != 1)}"
             yield Fault("cpus-missing", command.line, value, level="" if certain else "hint")
             return
-    trains = [command for command in script.commands if starts_training(command) and not command.file]
-    trains = [command for command in trains if not _BOUND.search(" ".join(command.words))]
+    trains = [command for command in script.trainings if not (command.file or _BOUND.search(" ".join(command.words)))]
     if script.gpus and cpus == 1 and trains and "num_workers=0" not in script.text:
         yield Fault("cpus-missing", trains[0].line, "1 CPU for a training and its data loaders", level="hint")
 
@@ -171,11 +170,7 @@ def of_ranks(script: ParsedScript) -> Iterator[Fault]:
             yield Fault("ranks-exceed-gpus", script.where("nproc", line), f"{ranks} ranks, {most} GPUs", level=chosen)
         elif 0 < ranks < most and (not seen or most == gpus) and alone and launch.complete:
             yield Fault("one-rank", line, f"{ranks} of {gpus}")
-    tasks = [
-        command
-        for command in script.commands
-        if command.program == "srun" and starts_training(command) and not command.file
-    ]
+    tasks = [command for command in script.steps if command.program == "srun" and not command.file]
     own = re.compile(r"(?:^| )(?:-n|-N|--ntasks|--mps|--overlap|--gpu)")
     if (
         0 < gpus < script.tasks
@@ -197,11 +192,8 @@ def of_ranks(script: ParsedScript) -> Iterator[Fault]:
             yield Fault("one-gpu-visible", line, value)
     if gpus > 1 and not script.launches and script.kind != "shell":
         plain = [command for command in script.commands if is_plain_training(command)]
-        others = any(
-            command.program in ("deepspeed", "horovodrun", "accelerate")
-            or (command.program in LAUNCHERS and starts_training(command))
-            for command in script.commands
-        )
+        others = bool(script.steps)
+        others |= any(command.program in ("deepspeed", "horovodrun", "accelerate") for command in script.commands)
         if script.tasks <= 1 == len(tasks) and not own.search(" ".join(tasks[0].words)):
             plain, others = [command for command in tasks if is_plain_training(_stepped(command))], False
         # With as many tasks as GPUs, a rank for each was meant; only srun would start them.
@@ -212,7 +204,7 @@ def of_ranks(script: ParsedScript) -> Iterator[Fault]:
         if plain and not others:
             yield Fault("one-process", plain[-1].line, str(gpus), level=level if known else "hint")
     nodes = script.nodes[1] if script.nodes else 1
-    steps = [step for step in script.commands if step.program in ("srun", *_MPIRUN) and starts_training(step)]
+    steps = [step for step in script.trainings if step.program in ("srun", *_MPIRUN)]
     for command in steps if len(steps) == 1 and gpus and not (script.launches or steps[0].file) else ():
         asked = whole_number(next(option_values(before_program([*command.words]), _COUNTS), "")) or 0
         value = f"{asked} of {gpus * nodes}"

@@ -193,15 +193,19 @@ class ParsedScript:
         )
 
     @functools.cached_property
-    def last_on_nodes(self) -> int:
-        """Line of the last training that a launcher starts, 0 for none."""
-        lines = (command.line for command in self.commands if command.program in LAUNCHERS and starts_training(command))
-        return max(lines, default=0)
+    def trainings(self) -> tuple[Command, ...]:
+        """The commands that look like the training."""
+        return tuple(command for command in self.commands if starts_training(command))
+
+    @functools.cached_property
+    def steps(self) -> tuple[Command, ...]:
+        """Those that a launcher starts."""
+        return tuple(command for command in self.trainings if command.program in LAUNCHERS)
 
     @functools.cached_property
     def trains(self) -> bool:
         """Whether the script starts a training."""
-        return bool(self.launches) or any(starts_training(command) for command in self.commands)
+        return bool(self.launches or self.trainings)
 
     @functools.cached_property
     def variables(self) -> Variables:

@@ -360,12 +360,11 @@ class _CommandPlace:
     depth: int = 0
 
 
-def commands_of(reader: Reader) -> Iterator[Command]:
+_HERE = _CommandPlace()
+
+
+def commands_of(reader: Reader, place: _CommandPlace = _HERE) -> Iterator[Command]:
     """Yield the commands from the reader's position on; the reader records comments and here-documents."""
-    yield from _commands(reader, _CommandPlace())
-
-
-def _commands(reader: Reader, place: _CommandPlace) -> Iterator[Command]:
     function, braces = "", 0
     while reader.at < len(reader.text):
         begun = reader.line
@@ -398,7 +397,7 @@ def _commands(reader: Reader, place: _CommandPlace) -> Iterator[Command]:
         deeper = replace(place, depth=place.depth + 1)
         late = replace(deeper, per_node=place.per_node or reader.late, captured=True)
         for at, inner in subs:
-            yield from _commands(Reader(inner, at), late)
+            yield from commands_of(Reader(inner, at), late)
         if command is not None:
             yield from _nested(command, rest, bodies, deeper, reader.late)
 
@@ -423,14 +422,14 @@ def _nested(
             around = texts[: min(len(command.around) + number, _AROUND)]
             there = literal and not late
             inner = replace(place, started_by=by, around=around, per_node=there or place.per_node)
-            yield from _commands(Reader(word, command.line, late=not there), inner)
+            yield from commands_of(Reader(word, command.line, late=not there), inner)
     runs = any(program in WORDS["shells"] or program in LAUNCHERS for program in names)
     for line, body, literal in bodies:
         if runs or _WRITES & {*names}:
             there = literal and not late
             inner = replace(place, started_by=by, around=texts[:_AROUND], per_node=there or place.per_node)
             inner = replace(inner, file=place.file or not runs)
-            yield from _commands(Reader(body, line, late=not there), inner)
+            yield from commands_of(Reader(body, line, late=not there), inner)
 
 
 def starters(command: Command, words: Sequence[str]) -> tuple[str, ...]:
