@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,30 @@ def judge(
         if name and (name in trust.attestations or place.exists()):
             signed(artifact, place, PREDICATES[name], f"attestation of its {name}", digest, signers)
             others.append(name)
-    return replace(_judged(artifact, receipt, attested_receipt, trust, now, signer), others=tuple(others))
+    # They are the same JSON: read_receipt has checked the parts that are read here.
+    if attested_receipt.keys() != receipt.keys() or _fixed(receipt) != {
+        **attested_receipt,
+        "artifact": _fixed(attested_receipt)["artifact"],
+    }:
+        raise _refused(artifact, "its receipt is another one than was attested")
+    if attested_receipt["passed"] is not True:
+        raise _refused(artifact, "its verification did not pass")
+    if (attested_receipt.get("settings") or {}).get("quick"):
+        raise _refused(artifact, "it was verified with --verify quick only")
+    passed = {check["name"] for check in attested_receipt["checks"] if check["status"] == "pass"}
+    if missing := [name for name in trust.checks if name not in passed]:
+        raise _refused(artifact, f"its receipt lacks checks that passed: {', '.join(missing)}")
+    try:
+        verified_at = datetime.fromisoformat(attested_receipt["verified_at"]).astimezone(UTC)
+    except (ValueError, OverflowError):
+        raise _refused(artifact, "the time in its receipt is malformed") from None
+    age, most = (now - verified_at).total_seconds(), seconds(trust.max_age)
+    if age < -CLOCK_S:
+        raise _refused(artifact, f"its verification is of the future: {attested_receipt['verified_at']}")
+    if most is not None and age > most:
+        raise _refused(artifact, f"it was verified at {attested_receipt['verified_at']}, more than {trust.max_age} ago")
+    recipe_name = str((attested_receipt.get("recipe") or {}).get("name", ""))
+    return TrustVerdict(signer, attested_receipt["verified_at"], recipe_name, tuple(others))
 
 
 def check_recipe(artifact: Path, recipe_of: object, trust: TrustTable, names: Sequence[str], recipe: str) -> None:
@@ -142,41 +165,6 @@ def signed(
     if digest not in [f"sha256:{row['digest']['sha256']}" for row in signed_statement["subject"]]:
         raise _refused(artifact, f"{place.name} is of another artifact")
     return signed_statement["predicate"], by
-
-
-def _judged(
-    artifact: Path,
-    receipt: Mapping[str, Any],
-    attested_receipt: dict[str, Any],
-    trust: TrustTable,
-    now: datetime,
-    signer: str,
-) -> TrustVerdict:
-    # They are the same JSON: read_receipt has checked the parts that are read here.
-    if attested_receipt.keys() != receipt.keys() or _fixed(receipt) != {
-        **attested_receipt,
-        "artifact": _fixed(attested_receipt)["artifact"],
-    }:
-        raise _refused(artifact, "its receipt is another one than was attested")
-    if attested_receipt["passed"] is not True:
-        raise _refused(artifact, "its verification did not pass")
-    if (attested_receipt.get("settings") or {}).get("quick"):
-        raise _refused(artifact, "it was verified with --verify quick only")
-    passed = {check["name"] for check in attested_receipt["checks"] if check["status"] == "pass"}
-    if missing := [name for name in trust.checks if name not in passed]:
-        raise _refused(artifact, f"its receipt lacks checks that passed: {', '.join(missing)}")
-    try:
-        verified_at = datetime.fromisoformat(attested_receipt["verified_at"]).astimezone(UTC)
-    except (ValueError, OverflowError):
-        raise _refused(artifact, "the time in its receipt is malformed") from None
-    age, most = (now - verified_at).total_seconds(), seconds(trust.max_age)
-    if age < -CLOCK_S:
-        raise _refused(artifact, f"its verification is of the future: {attested_receipt['verified_at']}")
-    if most is not None and age > most:
-        raise _refused(artifact, f"it was verified at {attested_receipt['verified_at']}, more than {trust.max_age} ago")
-    return TrustVerdict(
-        signer, attested_receipt["verified_at"], str((attested_receipt.get("recipe") or {}).get("name", ""))
-    )
 
 
 def _fixed(receipt: Mapping[str, Any]) -> dict[str, Any]:
