@@ -108,12 +108,6 @@ class Environment:
             raise HostError(f"uv does not name its default index:\n{process.tail(done)}", "set pip's index-url")
         return url
 
-    def probe(self, index: str) -> str | None:
-        """Return None when the package index answers, else the reason of the failure, with credentials masked."""
-        from envbuild.store.sources import probe_index
-
-        return probe_index(index, self.pip, self.variables)
-
 
 def uv_hint(output: str, status: int) -> str:
     """Return the hint for uv's error message `output` and its exit status."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from itertools import product
 from pathlib import Path, PurePosixPath
+from subprocess import CompletedProcess
 from typing import Any
 
 from envbuild.base import process
@@ -218,7 +218,7 @@ def changes_since(revision: str, folder: Path) -> tuple[Path, list[str]]:
     REVISION...`, only commits count. Raises UsageError when `folder` is not in a git checkout or git does not know the
     revision, HostError when git is not installed.
     """
-    git = partial(_git, folder)
+    git = partial(run_git, folder, variables=os.environ)
     top = git("rev-parse", "--show-toplevel")
     if top.returncode != 0:
         raise UsageError(
@@ -228,26 +228,22 @@ def changes_since(revision: str, folder: Path) -> tuple[Path, list[str]]:
         )
     resolved = git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
     if resolved.returncode != 0 or revision.startswith("-"):
-        raise _unknown(folder, f"git knows no revision {revision!r}", "name a commit, branch or tag")
+        raise _unknown(git, f"git knows no revision {revision!r}", "name a commit, branch or tag")
     # With renames, git would list only a file's new path; the folder that it left has changed too.
     differing = git("diff", "--name-only", "--no-renames", "-z", f"{resolved.stdout.strip()}...HEAD", "--")
     if differing.returncode != 0:
         message = f"git finds nothing that {revision!r} and HEAD have in common:\n{process.tail(differing)}"
-        raise _unknown(folder, message, "name a revision that this branch came from")
+        raise _unknown(git, message, "name a revision that this branch came from")
     return Path(top.stdout.removesuffix("\n")), [path for path in differing.stdout.split("\0") if path]
 
 
-def _unknown(folder: Path, message: str, hint: str) -> UsageError:
-    if _git(folder, "rev-parse", "--is-shallow-repository").stdout.strip() == "true":
+def _unknown(git: Callable[..., CompletedProcess[str]], message: str, hint: str) -> UsageError:
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() == "true":
         return UsageError(
             f"{message}; this clone is shallow and may lack it",
             "fetch it: git fetch --unshallow; with actions/checkout, set fetch-depth: 0",
         )
     return UsageError(message, f"{hint}, or leave --changed-since out to get every job")
-
-
-def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_git(folder, *arguments, variables=os.environ)
 
 
 def changed_recipes(recipes: Iterable[SelectedRecipe], top: Path, changed: Iterable[str]) -> list[SelectedRecipe]:

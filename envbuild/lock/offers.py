@@ -24,7 +24,7 @@ from envbuild.recipe.checks import AGE_OFF, applicable, parse_age, requirement_p
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
-from envbuild.store.sources import Link, PackageSource, local_files, remote_sources
+from envbuild.store.sources import Link, PackageSource, local_files, probe_index, remote_sources
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -412,7 +412,7 @@ def reachable(indexes: Sequence[str], environment: Environment, offline: bool) -
         for candidate in environment.site.mirrored(index):
             if offline and not candidate.startswith("file:"):
                 continue
-            refusal = environment.probe(candidate)
+            refusal = probe_index(candidate, environment.pip, environment.variables)
             if refusal is None:
                 answering.append(candidate)
                 break
