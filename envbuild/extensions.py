@@ -336,7 +336,7 @@ class Extensions:
         """Return sha256, file name and URL of the locked wheel. Raises RequestFailed."""
         wheel = WantedWheel(package.name, package.version, frozenset(package.hashes))
         if path := local_wheel(wheel, self._folders, self.environment.store, []):
-            return self.environment.store.file_digest(path), path.name, path.absolute().as_uri()
+            return self.environment.store.digests.of(path), path.name, path.absolute().as_uri()
         for sha256 in package.hashes:
             if sha256 in self._urls and not self.offline:
                 return sha256, *self._urls[sha256]

@@ -104,7 +104,8 @@ def choose_python(
 
 def find_python(version: str, environment: Environment) -> HostPython | None:
     """Return the Python of this version on this host, else in the store, None without one."""
-    return _known(version, environment) or _on_host(version, environment) or _in_store(version, environment.store)
+    here = _known(version, environment) or _on_host(version, environment)
+    return here or next(_stored(version, environment.store), None)
 
 
 def own_python(version: str) -> HostPython | None:
@@ -203,10 +204,6 @@ def _on_host(version: str, environment: Environment) -> HostPython | None:
     return None
 
 
-def _in_store(version: str, store: Store) -> HostPython | None:
-    return next(_stored(version, store), None)
-
-
 def _stored(python_version: str, store: Store) -> Iterator[HostPython]:
     """Yield the Pythons of the store whose version is, or begins with, `python_version`, the newest first."""
     candidates = []
@@ -276,7 +273,7 @@ def pack_python(version: str, environment: Environment) -> tuple[str, Path] | No
         return None
     with store.working("building") as work:
         write_tar(_home(python, store), archive := work / "python.tar")
-        return python.build, store.adopt(archive, store.file_digest(archive), f"{python.build}.tar", SOURCES)
+        return python.build, store.adopt(archive, store.digests.of(archive), f"{python.build}.tar", SOURCES)
 
 
 def _from_vault(offered: OfferedPython, home: Path, store: Store) -> HostPython:

@@ -37,7 +37,6 @@ def with_tmpdir(environment: Environment, *, offline: bool = True) -> Iterator[E
     because programs create sockets in it, whose paths have at most 107 bytes (unix(7)). Raises HostError.
     """
     store, site = environment.store, environment.site
-    store.clean_working()
     store.clean_stale()
     with contextlib.ExitStack() as stack:
         try:

@@ -94,4 +94,4 @@ def _write_builder(lock: ImageLock, folder: Path, path: Path, environment: Envir
                 write_sqsh(root, out, on_progress)
         new.chmod(0o644)
         os.replace(new, path)
-    write_note(path.with_suffix(".json"), {"sha256": environment.store.file_digest(path)})
+    write_note(path.with_suffix(".json"), {"sha256": environment.store.digests.of(path)})

@@ -114,7 +114,7 @@ def plan_files(loaded: LoadedRecipe, locked: LockedPlan, environment: Environmen
     from envbuild.layers.source_build import fetch_source
     from envbuild.layers.wheels import fetch_wheels, published_wheels
 
-    (plan, builder), digest_of = locked, environment.store.file_digest
+    (plan, builder), digest_of = locked, environment.store.digests.of
     wheels = [wheel.path for wheel in published_wheels(plan, environment, offline)]
     archives = locate_conda(plan.conda, environment, offline=offline)
     files = {f"{CONDA}/{package.sha256}/{archive.name}": archive for package, archive in archives}

@@ -207,7 +207,7 @@ def _note(store: Store, package: CondaPackage) -> Path:
 def _mismatched(store: Store, paths: dict[CondaPackage, Path]) -> list[CondaPackage]:
     def digest(path: Path, _: object) -> str | None:
         with contextlib.suppress(OSError):
-            return store.file_digest(path)
+            return store.digests.of(path)
         return None
 
     digests = each(list(paths.values()), digest, _THREADS)

@@ -89,7 +89,7 @@ def push_environment(
             f"build it again: envbuild {kind.name} {loaded.recipe.name} --out {path}",
         )
     paths = plan_files(loaded, (plan, None), environment, offline=False)
-    files = {name: f"sha256:{environment.store.file_digest(file)}" for name, file in paths.items()}
+    files = {name: f"sha256:{environment.store.digests.of(file)}" for name, file in paths.items()}
     places = {files[name]: file for name, file in paths.items()}
     about = EnvironmentInputs(kind.name, state.target, state.digest, state.plan_digest, plan.lock_digest, files)
     blobs = [Descriptor(INPUT, digest, place.stat().st_size) for digest, place in places.items()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ def push_file(path: Path, kind: str, target: str, digest: str, registry: Registr
         blobs = [
             Descriptor(PIECE, digest, places[digest].stat().st_size) for digest in dict.fromkeys(p[0] for p in whole)
         ]
-        return push_blobs(path, file.as_json(), blobs, places, registry, store)
+        return push_blobs(path, asdict(file), blobs, places, registry, store)
 
 
 def push_blobs(

@@ -181,7 +181,7 @@ class TarCache:
                 "diff_id": layer.diff_id,
                 "unpacked": layer.unpacked,
                 "distributions": distributions,
-                "members": self.store.file_digest(_members(part.key, self.store)),
+                "members": self.store.digests.of(_members(part.key, self.store)),
             }
             write_note(note, index)
             return CachedLayer(layer, part.title, part.key, distributions)

@@ -71,7 +71,7 @@ def collect(loaded: LoadedRecipe, environment: Environment, *, editable: bool = 
         try:
             if path.is_file():
                 mode = 0o755 if path.stat().st_mode & 0o100 else 0o644
-                files.append((name, mode, environment.store.file_digest(path)))
+                files.append((name, mode, environment.store.digests.of(path)))
             elif path.is_symlink():
                 links.append(name)
         except OSError as error:

@@ -159,7 +159,7 @@ def _wheel(name: str, version: str, path: Path, environment: Environment) -> Whe
     folder = path.parent.name
     of_store = path.parent.parent == environment.store.root / "wheels"
     known = of_store and re.fullmatch(r"[0-9a-f]{64}", folder)
-    digest = folder if known else environment.store.file_digest(path)
+    digest = folder if known else environment.store.digests.of(path)
     return WheelFile(name, version, path, digest, path.stat().st_size)
 
 
@@ -278,7 +278,7 @@ def slim_wheel(wheel: Path, sha256: str, name: str, rules: SlimRules, store: Sto
             did = write_slim_wheel(wheel, sha256, name, rules, temporary)
             if did:
                 temporary.chmod(0o644)
-                made = store.file_digest(temporary)
+                made = store.digests.of(temporary)
                 wheel, sha256 = store.adopt(temporary, made, wheel.name), made
                 log(f"  slim: {wheel.name}: {human_size(did['bytes'])} left out")
         write_note(note, {"sha256": sha256})

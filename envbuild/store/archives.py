@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import stat
 import tarfile
 import zipfile
@@ -97,7 +96,6 @@ def write_tar(top: Path, path: Path) -> None:
 
 KIND = "sources"
 _INDEX = "index:"
-_OTHER = re.compile("hash mismatch: it has sha256:([0-9a-f]{64})")
 _GIT = "git+"
 
 
@@ -198,7 +196,7 @@ def _is_sdist(file: str, project: str, version: str) -> bool:
 
 def _not_found(archive: WantedArchive, answers: list[SourceAnswer], offline: bool) -> BuildError:
     lines = [f"{archive}: no source has its archive", f"wanted sha256:{archive.sha256}"]
-    digests = [match[1] for answer in answers if (match := _OTHER.fullmatch(answer.reason))]
+    digests = [answer.sha256 for answer in answers if answer.sha256]
     lines += list(map(str, answers)) or [f"{redact(archive.url)}: not asked"]
     if offline:
         hint = (

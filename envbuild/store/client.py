@@ -276,12 +276,14 @@ def fetch_each(
 class SourceAnswer:
     """The reason why a source does not have an item.
 
-    `source` is an index, a folder, a channel or its mirror; `address` is the item's URL or path, if known.
+    `source` is an index, a folder, a channel or its mirror; `address` is the item's URL or path, if known. `sha256` is
+    that of other content which it sent.
     """
 
     source: str
     reason: str
     address: str = ""
+    sha256: str = ""
 
     def __str__(self) -> str:
         return f"{self.address or self.source}: {self.reason}"
@@ -324,17 +326,17 @@ def from_urls(
     """
     down = {} if down is None else down
     for source, url in places:
-        reason = down.get(source, "")
+        reason, other = down.get(source, ""), ""
         try:
             if not reason:
                 return fetch(url)
         except Mismatch as error:
-            reason = f"hash mismatch: it has sha256:{error.sha256}"
+            reason, other = f"hash mismatch: it has sha256:{error.sha256}", error.sha256
         except RequestFailed as error:
             reason = str(error)
             if error.is_down and not isinstance(error, NotFound):
                 down[source] = reason
-        answers.append(SourceAnswer(source, reason, redact(url)))
+        answers.append(SourceAnswer(source, reason, redact(url), other))
     return None
 
 

@@ -212,7 +212,7 @@ def local_wheel(
         others = []
         for name in (name for name in names if matches(name, wheel.name, wheel.version)):
             try:
-                digest = store.file_digest(folder / name)
+                digest = store.digests.of(folder / name)
             except OSError as error:
                 answers.append(SourceAnswer(str(folder), f"{name} cannot be read: {error.strerror}"))
                 continue
@@ -227,7 +227,7 @@ def _at_file_urls(archive: CondaArchive, host: FetchSettings, answers: list[Sour
     for path in (path_of(url) for url in host.site.mirrored(archive.url) if url.startswith("file:")):
         answer = partial(SourceAnswer, str(path.parents[1]), address=str(path))
         try:
-            digest = host.store.file_digest(path)
+            digest = host.store.digests.of(path)
         except FileNotFoundError:
             answers.append(answer("not there"))
         except OSError as error:

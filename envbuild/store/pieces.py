@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from envbuild.base.errors import BuildError
 from envbuild.base.files import copy_span, parse_json
@@ -45,10 +45,6 @@ class FilePieces:
     digest: str
     size: int
     pieces: tuple[tuple[str, int, int], ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the configuration of the file's manifest as a JSON object."""
-        return {name: getattr(self, name) for name in ("kind", "name", "target", "digest", "size", "pieces")}
 
 
 def note_spans(store: Store, digest: str, spans: Sequence[Span]) -> None:

@@ -495,7 +495,8 @@ def push_recipe(
             return 0
         if entry.kind == "built":
             pack(store, store.root / "built" / entry.key)
-        sent = remote.upload(entry, 0.0, _blobs(entry, store))
+        blobs = [str(read_note(store.root / entry.files[-1])["digest"])] if entry.kind == "layer" else []
+        sent = remote.upload(entry, 0.0, blobs)
         done(entry)
         return sent
 
@@ -533,12 +534,6 @@ def _listed(store: Store, named: CacheEntry) -> Iterable[CacheEntry]:
         for kind, key in read_note(store.root / named.files[0])["entries"]:
             if kind in KINDS and is_file_name(key):
                 yield CacheEntry(kind, key)
-
-
-def _blobs(entry: CacheEntry, store: Store) -> Sequence[str]:
-    if entry.kind != "layer":
-        return ()
-    return [str(read_note(store.root / entry.files[-1])["digest"])]
 
 
 def counted(tags: Iterable[str]) -> Iterator[tuple[str, int]]:

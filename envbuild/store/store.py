@@ -160,10 +160,6 @@ class Store:
         """The digests of files in the store and of local files that builds read."""
         return Digests(self.root / "digests", self.seen)
 
-    def file_digest(self, path: Path) -> str:
-        """Return the sha256 of a local file, hashed once since the boot. Raises OSError."""
-        return self.digests.of(path)
-
     @contextlib.contextmanager
     def working(self, *parts: str) -> Iterator[Path]:
         """Yield a `working_folder` below `parts`. Raises BuildError when it cannot be created."""
@@ -172,13 +168,10 @@ class Store:
                 folder = stack.enter_context(working_folder(self.folder(*parts)))
             yield folder
 
-    def clean_working(self) -> None:
-        """Remove the folders that killed runs left in `working`."""
+    def clean_stale(self) -> None:
+        """Remove folders of `working` that killed runs left, and old files and downloads that they did not finish."""
         for parts in _WORKING:
             clean_folders(self.root / parts)
-
-    def clean_stale(self) -> None:
-        """Remove unfinished downloads and unfinished files of killed runs that are old."""
         limit = time.time() - _STALE_S
         for pattern in ("partial", "blobs/partial", *_WRITTEN):
             for folder in self.root.glob(pattern):
@@ -198,7 +191,12 @@ def working_folder(home: Path, prefix: str = "", *, shared: bool = False) -> Ite
     """
     clean_folders(home, prefix)
     with contextlib.ExitStack() as stack:
-        folder = _held_folder(home, prefix, stack, shared)
+        held = False
+        while not held:  # another process may remove the folder as a left-over before it is locked
+            folder = Path(tempfile.mkdtemp(dir=home, prefix=prefix + this_boot()))
+            with contextlib.suppress(BlockingIOError, FileNotFoundError):
+                stack.enter_context(folder_lock(folder, wait=False, shared=shared))
+                held = folder.exists()
         try:
             yield folder
         finally:
@@ -220,16 +218,3 @@ def clean_folders(home: Path, prefix: str = "") -> None:
                 with folder_lock(left, wait=False) as held:
                     if held:
                         remove_tree(left)
-
-
-def _held_folder(home: Path, prefix: str, stack: contextlib.ExitStack, shared: bool) -> Path:
-    """Return a new locked folder in `home`; the lock is released when `stack` is closed.
-
-    Another process may remove the folder as a left-over before it is locked; another folder is created then.
-    """
-    while True:
-        folder = Path(tempfile.mkdtemp(dir=home, prefix=prefix + this_boot()))
-        with contextlib.suppress(BlockingIOError, FileNotFoundError):
-            stack.enter_context(folder_lock(folder, wait=False, shared=shared))
-            if folder.exists():
-                return folder

@@ -113,10 +113,10 @@ def unpack(wheel: Path, folder: Path) -> Path:
 
 def test_a_slim_wheel_has_less_and_a_record_of_its_own(tmp_path: Path) -> None:
     wheel, store = torch_wheel(tmp_path), Store(tmp_path / "store")
-    sha256 = store.file_digest(wheel)
+    sha256 = store.digests.of(wheel)
     rules = SlimRules(1, ("sm_90",), debug=True, files=("include", "static", "tests"))
     made, digest = slim_wheel(wheel, sha256, "torch", rules, store)
-    assert made.name == wheel.name and made != wheel and store.file_digest(made) == digest == made.parent.name
+    assert made.name == wheel.name and made != wheel and store.digests.of(made) == digest == made.parent.name
     full, slim = unpack(wheel, tmp_path / "full"), unpack(made, tmp_path / "slim")
     names = {path.relative_to(full).as_posix() for path in full.rglob("*") if path.is_file()}
     left = {path.relative_to(slim).as_posix() for path in slim.rglob("*") if path.is_file()}
@@ -141,7 +141,7 @@ def test_a_slim_wheel_has_less_and_a_record_of_its_own(tmp_path: Path) -> None:
     again = Store(tmp_path / "again")
     assert slim_wheel(wheel, sha256, "torch", rules, again)[1] == digest  # the same on every machine
     made.write_bytes(b"damaged")
-    assert slim_wheel(wheel, sha256, "torch", rules, store)[1] == digest and store.file_digest(made) == digest
+    assert slim_wheel(wheel, sha256, "torch", rules, store)[1] == digest and store.digests.of(made) == digest
 
 
 def test_wheels_that_the_rules_do_not_change_are_used_as_they_are(tmp_path: Path) -> None:

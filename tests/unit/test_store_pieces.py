@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -92,7 +92,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_configuration_is_refused(name: str) -> None:
-    found = json.loads(json.dumps(FILE.as_json()))
+    found = json.loads(json.dumps(asdict(FILE)))
     assert read_pieces(json.dumps(found).encode(), [BLOB, OTHER], "here") == FILE
     WRONG[name](found)
     with pytest.raises(BuildError, match="invalid configuration"):
@@ -134,7 +134,7 @@ def test_a_pull_replaces_no_file_of_the_user(tmp_path: Path, content: bytes | No
     environment = load_environment({"ENVBUILD_STORE": str(tmp_path / "store"), "PATH": os.environ["PATH"]})
     registry = cast(Registry, SimpleNamespace(reference="registry/x:1"))  # nothing is asked of it
     with pytest.raises(UsageError, match=expected):
-        pull_file(json.dumps(FILE.as_json()).encode(), [BLOB, OTHER], registry, place, environment)
+        pull_file(json.dumps(asdict(FILE)).encode(), [BLOB, OTHER], registry, place, environment)
     assert place.is_dir() if content is None else place.read_bytes() == content
 
 
@@ -142,7 +142,7 @@ def pulled(tmp_path: Path, file: FilePieces, blobs: list[Descriptor], limits: st
     (tmp_path / "site.toml").write_text(f'store = "store"\n[limits]\n{limits}\n')
     environment = load_environment({"ENVBUILD_SITE": str(tmp_path / "site.toml"), "PATH": os.environ["PATH"]})
     registry = cast(Registry, SimpleNamespace(reference="registry/x:1"))  # nothing is asked of it
-    return pull_file(json.dumps(file.as_json()).encode(), blobs, registry, tmp_path / "x.sqsh", environment)
+    return pull_file(json.dumps(asdict(file)).encode(), blobs, registry, tmp_path / "x.sqsh", environment)
 
 
 def test_a_pull_keeps_to_the_limits_before_the_first_byte(tmp_path: Path) -> None:

@@ -90,28 +90,28 @@ def test_put_writes_once_and_repairs(store: Store) -> None:
 def test_a_digest_is_remembered_until_the_file_changes(store: Store, tmp_path: Path) -> None:
     file = tmp_path / NAME
     file.write_bytes(b"one")
-    assert store.file_digest(file) == hashlib.sha256(b"one").hexdigest()
+    assert store.digests.of(file) == hashlib.sha256(b"one").hexdigest()
     (note,) = (store.root / "digests").iterdir()
     row = json.loads(note.read_text())
     note.write_text(json.dumps([*row[:-1], "remembered"]))
-    assert store.file_digest(file) == "remembered"
+    assert store.digests.of(file) == "remembered"
     # Not in a store that others can write, nor after a boot.
     (store.root / "digests").chmod(0o775)
-    assert store.file_digest(file) == hashlib.sha256(b"one").hexdigest()
+    assert store.digests.of(file) == hashlib.sha256(b"one").hexdigest()
     (store.root / "digests").chmod(0o755)
     note.write_text(json.dumps([*row[:-2], "another boot", "remembered"]))
-    assert store.file_digest(file) == hashlib.sha256(b"one").hexdigest()
+    assert store.digests.of(file) == hashlib.sha256(b"one").hexdigest()
     # The same size and time, as a forger makes them: the time of the change tells.
     stat = file.stat()
     with file.open("r+b") as stream:
         stream.write(b"two")
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert store.file_digest(file) == hashlib.sha256(b"two").hexdigest()
+    assert store.digests.of(file) == hashlib.sha256(b"two").hexdigest()
     file.rename(tmp_path / "kept")  # keeps its inode from being used again
     (tmp_path / "other").write_bytes(b"new")
     os.utime(tmp_path / "other", ns=(stat.st_atime_ns, stat.st_mtime_ns))
     (tmp_path / "other").rename(file)  # same path, size and time; another inode
-    assert store.file_digest(file) == hashlib.sha256(b"new").hexdigest()
+    assert store.digests.of(file) == hashlib.sha256(b"new").hexdigest()
 
 
 def test_what_was_replaced_under_its_digest_is_removed_and_told(
@@ -144,17 +144,17 @@ def test_what_was_replaced_under_its_digest_is_removed_and_told(
 def test_a_damaged_note_is_ignored(store: Store, tmp_path: Path) -> None:
     file = tmp_path / NAME
     file.write_bytes(b"one")
-    digest = store.file_digest(file)
+    digest = store.digests.of(file)
     for text in ("", "[]", "{}", "null", "[1, 2]", '"x"'):
         for note in (store.root / "digests").iterdir():
             note.write_text(text)
-        assert store.file_digest(file) == digest
+        assert store.digests.of(file) == digest
 
 
 def test_digests_without_a_store(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     store = Store(tmp_path / "file/store")
-    assert store.file_digest(tmp_path / "file") == hashlib.sha256(b"x").hexdigest()
+    assert store.digests.of(tmp_path / "file") == hashlib.sha256(b"x").hexdigest()
 
 
 def test_digests_at_once(store: Store, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_digests_at_once(store: Store, tmp_path: Path) -> None:
 
     def ask() -> None:
         for file in files * 20:
-            if store.file_digest(file) != hashlib.sha256(file.name.encode()).hexdigest():
+            if store.digests.of(file) != hashlib.sha256(file.name.encode()).hexdigest():
                 wrong.append(file)
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
@@ -285,7 +285,7 @@ def test_a_check_reads_notes_tables_builders_and_built_layers(store: Store, tmp_
     write_table(table, {"format": 1})
     builder = store.folder("builders") / "key.sqsh"
     builder.write_text("squashfs")
-    write_note(builder.with_suffix(".json"), {"sha256": store.file_digest(builder)})
+    write_note(builder.with_suffix(".json"), {"sha256": store.digests.of(builder)})
     tree = store.folder("built", "key") / "tree"
     tree.mkdir()
     (tree / "lib.so").write_text("machine code")
@@ -341,5 +341,5 @@ def test_a_check_reads_everything_and_removes_what_is_damaged(store: Store, tmp_
         note.write_text(
             json.dumps([str(path), info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino, *row[5:]])
         )
-        assert store.file_digest(path) == row[-1]
+        assert store.digests.of(path) == row[-1]
     assert check_store(store, 2)[2] == [*paths, data] and not any(path.exists() for path in (*paths, data))
