@@ -121,7 +121,10 @@ def report_import(made: ImportedRecipe) -> Iterator[str]:
         if len(statements) > _SHOWN:
             yield f"    and {len(statements) - _SHOWN} more; --json lists all"
     if made.before is not None:
-        yield from _changes(made)
+        if not made.changed:
+            yield f"{made.path}: nothing changed"
+        yield from made.diff
+        yield from (f"kept as you edited it: {conflict}" for conflict in made.conflicts)
     if "project" in draft.data:
         folder = draft.data["project"]["path"]
         yield (
@@ -149,14 +152,6 @@ def report_import(made: ImportedRecipe) -> Iterator[str]:
         )
     if draft.warning:
         yield f"warning: {draft.warning}"
-
-
-def _changes(made: ImportedRecipe) -> Iterator[str]:
-    if not made.changed:
-        yield f"{made.path}: nothing changed"
-    yield from made.diff
-    for conflict in made.conflicts:
-        yield f"kept as you edited it: {conflict}"
 
 
 def _dialogue(name: str | None, target: str | None) -> tuple[str, str, str, list[Statement]]:

@@ -45,6 +45,8 @@ _GROUPS = {
     "python": "Python packages",
     "debian": "Debian packages",
 }
+# What two receipts have in common that are compared over time.
+_SERIES = ("recipe.name", "target", "artifact.kind")
 _FACTS = {
     "lock": "lock.digest",
     "recipe": "recipe.digest",
@@ -188,7 +190,7 @@ def _since(entry: ReportEntry, others: Sequence[ReportEntry]) -> Changes | None:
     older = [
         (then, number)
         for number, report_entry in enumerate(others)
-        if _same(report_entry.receipt, entry.receipt)
+        if all(text_of(report_entry.receipt, place) == text_of(entry.receipt, place) for place in _SERIES)
         and (then := moment(report_entry.receipt)) is not None
         and then < at
     ]
@@ -196,10 +198,6 @@ def _since(entry: ReportEntry, others: Sequence[ReportEntry]) -> Changes | None:
         return entry.changes
     before = others[max(older)[1]].receipt
     return receipt_changes(before, entry.receipt, f"the receipt of {_when(before)}")
-
-
-def _same(left: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return all(text_of(left, place) == text_of(other, place) for place in ("recipe.name", "target", "artifact.kind"))
 
 
 def _when(receipt: Mapping[str, Any]) -> str:
