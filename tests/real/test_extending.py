@@ -21,6 +21,7 @@ import pytest
 
 from envbuild import runtimes
 from envbuild.base import host
+from envbuild.base.files import sha256_of
 from envbuild.base.progress import OnProgress
 from envbuild.build import squash_files
 from envbuild.build.commit import open_subject
@@ -35,7 +36,6 @@ from envbuild.contract.manifest import seal, write_manifest
 from envbuild.contract.receipt import passing_receipt
 from envbuild.contract.state import FILE, State, has_packages, site_packages
 from envbuild.contract.verification import Thoroughness
-from envbuild.image.layout import file_digest
 from envbuild.image.squashfs.model import codec_of
 from envbuild.job_inputs import open_artifact
 from envbuild.jobs.model import JobRequest
@@ -184,7 +184,7 @@ def write_paged(
         out.write(PAGE)
         shutil.copyfileobj(alone, out)
     out.flush()
-    return len(PAGE), file_digest(place)
+    return len(PAGE), f"sha256:{sha256_of(place)}"
 
 
 def toyrun(started: HostProgram) -> tuple[list[str], dict[str, str]]:
