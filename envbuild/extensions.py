@@ -396,7 +396,7 @@ class Extensions:
         judged = {
             path: elf
             for path, elf in libraries.items()
-            if any(map(_OF_TORCH.match, elf.needed)) or (elf.symbols and any(elf.symbols.undefined(_family().symbols)))
+            if any(map(_OF_TORCH.match, elf.needed)) or any(_torch_symbols(elf))
         }
         if not judged:
             return None
@@ -415,8 +415,7 @@ class Extensions:
             if missing:
                 more = f" and {len(missing) - 1} more symbols" if len(missing) > 1 else ""
                 bad.append(f"{_shown(path)} needs {_demangled(missing[0])}{more}, which torch {torch.version} lacks")
-        calls = (elf.symbols.undefined(_family().symbols) for elf in judged.values() if elf.symbols)
-        if any(name.startswith(b"_Z") for names in calls for name, _ in names):
+        if any(name.startswith("_Z") for elf in judged.values() for name in _torch_symbols(elf)):
             others, uncertain = _other_builds(wheel, torch, self.target.arch)
             bad += others
             unknown += uncertain
@@ -578,6 +577,11 @@ def _with_own(judged: Mapping[str, Elf], libraries: Mapping[str, Elf]) -> dict[s
 
 def _family() -> SymbolFamily:
     return next(family for family in symbol_families() if family.name == "torch")
+
+
+def _torch_symbols(elf: Elf) -> Iterator[str]:
+    """Yield the symbols of torch that a file needs."""
+    return (name for name, _ in elf.wanted if _family().symbols.match(name))
 
 
 def _shown(path: str) -> str:

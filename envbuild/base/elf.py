@@ -13,10 +13,10 @@ import os
 import re
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -34,30 +34,36 @@ Unpack = Callable[[str, int], tuple[int, ...]]
 _GLIBC = re.compile(r"GLIBC_([0-9]+)\.([0-9]+)(?:\.[0-9]+)?")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Elf:
     """A 64-bit ELF file.
 
     `dynamic` is whether it has a dynamic section. `runpath` is DT_RUNPATH, else DT_RPATH, which `inherited` tells.
     `needs` are the symbol versions that the loader requires from other libraries, as (library, version); `defines` are
-    its own symbol versions. `symbols` is None if not read.
+    its own symbol versions. `given` maps its defined symbols to their versions, "" for none; `wanted` are the symbols
+    that other libraries must define, as (name, version or ""). Both are empty if the symbols were not read.
     """
 
     machine: int
     dynamic: bool = False
     runpath: str = ""
     inherited: bool = False
-    needed: tuple[str, ...] = ()
+    needed: Sequence[str] = ()
     soname: str = ""
-    needs: tuple[tuple[str, str], ...] = ()
-    defines: frozenset[str] = frozenset()
-    symbols: Symbols | None = None
+    needs: Sequence[Sequence[str]] = ()
+    defines: Sequence[str] = ()
+    given: Mapping[str, Sequence[str]] = field(default_factory=dict, repr=False)
+    wanted: Sequence[Sequence[str]] = field(default=(), repr=False)
 
     @property
     def glibc(self) -> tuple[int, int]:
         """Newest glibc version that its symbols need, (0, 0) for none."""
         matches = [_GLIBC.fullmatch(version) for _, version in self.needs]
         return max(((int(m[1]), int(m[2])) for m in matches if m), default=(0, 0))
+
+    def has(self, name: str, version: str) -> bool:
+        """Return whether the loader finds the symbol here: in this `version` if both sides have versions."""
+        return any(not version or not own or own == version for own in self.given.get(name, ()))
 
 
 def machine_name(machine: int) -> str:
@@ -155,6 +161,7 @@ def _read(read: ReadAt, symbols: bool) -> Elf | None:
             names[number] = text(name)
             defines.append(names[number])
     own = {tag: place(tag) for tag in TABLES if symbols and tag in entries}
+    given, wanted = _symbols(read, order, own, strings, names) if SYMTAB in own else ({}, [])
     paths = entries.get(_RUNPATH) or entries.get(_RPATH) or []
     return Elf(
         machine,
@@ -164,8 +171,9 @@ def _read(read: ReadAt, symbols: bool) -> Elf | None:
         needed=tuple(text(offset) for offset in entries.get(_NEEDED, ())),
         soname=text(entries[_SONAME][0]) if _SONAME in entries else "",
         needs=tuple(dict.fromkeys(needs)),
-        defines=frozenset(defines),
-        symbols=Symbols(read, order, own, strings, names) if SYMTAB in own else None,
+        defines=tuple(sorted(defines)),
+        given=given,
+        wanted=wanted,
     )
 
 
@@ -257,68 +265,44 @@ _CHAIN = 1 << 16  # more symbols of one hash are in no file
 ReadAt = Callable[[int, int], bytes]
 
 
-class Symbols:
-    """Dynamic symbols of an ELF file."""
+def _symbols(
+    read: ReadAt, order: str, places: dict[int, int], strings: bytes, versions: dict[int, str]
+) -> tuple[dict[str, tuple[str, ...]], list[tuple[str, str]]]:
+    """Return `given` and `wanted` of an Elf, from the tables at `places` (by tag); `versions` are by number.
 
-    def __init__(self, read: ReadAt, order: str, places: dict[int, int], strings: bytes, versions: dict[int, str]):
-        """Read the tables at `places` (by tag); `versions` are by number. Raises as `read`, and struct.error."""
-        self._strings, self._versions = strings, versions
-        self._entry = struct.Struct(order + "IBBHQQ")
+    Raises as `read`, and struct.error.
+    """
 
-        def numbers(offset: int, count: int, kind: str = "I") -> tuple[int, ...]:
-            form = f"{order}{count}{kind}"
-            return struct.unpack(form, read(offset, struct.calcsize(form)))
+    def numbers(offset: int, count: int, kind: str = "I") -> tuple[int, ...]:
+        form = f"{order}{count}{kind}"
+        return struct.unpack(form, read(offset, struct.calcsize(form)))
 
-        count = 0
-        if _GNU_HASH in places:
-            at = places[_GNU_HASH]
-            buckets, first, words, _ = numbers(at, 4)
-            at += 16 + 8 * words
-            count, at = max(numbers(at, buckets), default=0), at + 4 * buckets
-            if count >= first:  # the table's last chain ends with the last symbol
-                end = count + _CHAIN
-                while not numbers(at + 4 * (count - first), 1)[0] & 1:
-                    if (count := count + 1) == end:
-                        raise ValueError("a hash chain without an end")
-                count += 1
-            else:  # binutils writes 1 as the first symbol of an empty table
-                count = max(first, (places[STRTAB] - places[SYMTAB]) // _SYMBOL)
-        elif _HASH in places:
-            count = numbers(places[_HASH], 2)[1]
-        self._table = read(places[SYMTAB], count * _SYMBOL)
-        self._marks = numbers(places[_VERSYM], count, "H") if _VERSYM in places else (0,) * count
-
-    def undefined(self, pattern: re.Pattern[bytes]) -> Iterator[tuple[bytes, str]]:
-        """Yield (name, version or "") of the undefined symbols that are not weak and whose names match `pattern`."""
-        for (name, info, _, section, _, _), mark in self._rows():
-            if not section and name and info >> 4 in _BOUND and pattern.match(self._strings, name):
-                yield self._name(name), self._version(mark)
-
-    def has(self, name: bytes, version: str) -> bool:
-        """Return whether the loader finds the symbol here: in this `version` if both sides have versions."""
-        versions = self._defined.get(name, ())
-        return any(not version or not own or own == version for own in map(self._version, versions))
-
-    def given(self) -> dict[str, list[str]]:
-        """Return the versions of each defined symbol, "" for none."""
-        return {name.decode(errors="replace"): [*map(self._version, v)] for name, v in self._defined.items()}
-
-    @cached_property
-    def _defined(self) -> dict[bytes, tuple[int, ...]]:
-        """Version numbers of the defined symbols."""
-        versions: dict[bytes, tuple[int, ...]] = {}
-        for (offset, _, _, section, _, _), mark in self._rows():
-            if section:
-                name = self._name(offset)
-                versions[name] = (*versions.get(name, ()), mark)
-        return versions
-
-    def _rows(self) -> Iterator[tuple[tuple[int, ...], int]]:
-        return zip(self._entry.iter_unpack(self._table), self._marks)  # noqa: B905 - Python 3.9 has no strict
-
-    def _name(self, offset: int) -> bytes:
-        return self._strings[offset : self._strings.find(b"\0", offset)]
-
-    def _version(self, mark: int) -> str:
+    count = 0
+    if _GNU_HASH in places:
+        at = places[_GNU_HASH]
+        buckets, first, words, _ = numbers(at, 4)
+        at += 16 + 8 * words
+        count, at = max(numbers(at, buckets), default=0), at + 4 * buckets
+        if count >= first:  # the table's last chain ends with the last symbol
+            end = count + _CHAIN
+            while not numbers(at + 4 * (count - first), 1)[0] & 1:
+                if (count := count + 1) == end:
+                    raise ValueError("a hash chain without an end")
+            count += 1
+        else:  # binutils writes 1 as the first symbol of an empty table
+            count = max(first, (places[STRTAB] - places[SYMTAB]) // _SYMBOL)
+    elif _HASH in places:
+        count = numbers(places[_HASH], 2)[1]
+    rows = struct.iter_unpack(order + "IBxH16x", read(places[SYMTAB], count * _SYMBOL))
+    marks = numbers(places[_VERSYM], count, "H") if _VERSYM in places else (0,) * count
+    given: dict[str, tuple[str, ...]] = {}
+    wanted: list[tuple[str, str]] = []
+    for (offset, info, section), mark in zip(rows, marks):  # noqa: B905 - Python 3.9 has no strict
+        name = strings[offset : strings.find(b"\0", offset)].decode(errors="replace")
         # Numbers 0 and 1 are symbols without a version; the highest bit hides one from the linker, not from the loader.
-        return self._versions.get(mark & 0x7FFF, "") if mark & 0x7FFF > 1 else ""
+        version = versions.get(mark & 0x7FFF, "") if mark & 0x7FFF > 1 else ""
+        if section:
+            given[name] = (*given.get(name, ()), version)
+        elif name and info >> 4 in _BOUND:
+            wanted.append((name, version))
+    return given, wanted

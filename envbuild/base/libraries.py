@@ -10,9 +10,11 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import asdict, dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,37 +27,9 @@ MPI = re.compile(r"lib(?:mpi|mpich)\.so\.\d+")
 _USUAL = ("/lib/{}-linux-gnu", "/usr/lib/{}-linux-gnu", "/lib64", "/usr/lib64", "/lib", "/usr/lib")
 
 
-@dataclass(frozen=True)
-class Library:
-    """A library as the loader uses it, and as an inventory has it: fields of Elf, and symbols by their versions.
-
-    `given` are the defined symbols; `wanted` those that other libraries must define, as (name, version or "").
-    """
-
-    machine: int
-    runpath: str
-    inherited: bool
-    needed: Sequence[str]
-    soname: str
-    needs: Sequence[Sequence[str]]
-    defines: Sequence[str]
-    given: Mapping[str, Sequence[str]]
-    wanted: Sequence[Sequence[str]]
-
-
-def library_of(elf: Elf) -> Library:
-    """Return a dynamic ELF file that was read with its symbols as a library."""
-    symbols = elf.symbols
-    wanted = [(name.decode(errors="replace"), v) for name, v in symbols.undefined(re.compile(b""))] if symbols else []
-    given, versions = symbols.given() if symbols else {}, sorted(elf.defines)
-    return Library(
-        elf.machine, elf.runpath, elf.inherited, elf.needed, elf.soname, elf.needs, versions, given, sorted(wanted)
-    )
-
-
-def run_path(path: str, library: Elf | Library) -> list[str]:
+def run_path(path: str, elf: Elf) -> list[str]:
     """Return the folders of the RUNPATH or RPATH of the library at `path`."""
-    folders = [folder.replace("${ORIGIN}", "$ORIGIN") for folder in library.runpath.split(":")]
+    folders = [folder.replace("${ORIGIN}", "$ORIGIN") for folder in elf.runpath.split(":")]
     here = os.path.dirname(path)  # may be relative
     return [os.path.normpath(f.replace("$ORIGIN", here)) for f in folders if f.startswith(("/", "$ORIGIN"))]
 
@@ -71,7 +45,7 @@ def inventory(places: Iterable[str], *, alone: bool = False) -> dict[str, Any]:
         todo += sorted(glob.glob(f"{glob.escape(place)}/*.so*")) if os.path.isdir(place) else [place]
     system = [] if alone else system_folders()
     searched = [*map(os.path.dirname, todo), *system]
-    libraries: dict[str, Library] = {}
+    libraries: dict[str, Elf] = {}
     links: dict[str, str] = {}
     for path in todo:  # grows
         real = os.path.realpath(path)
@@ -79,11 +53,11 @@ def inventory(places: Iterable[str], *, alone: bool = False) -> dict[str, Any]:
             links[path] = real
         with suppress(OSError):
             if real not in libraries and (elf := read_elf(Path(real), symbols=True)) and elf.dynamic:
-                libraries[real] = library_of(elf)
+                libraries[real] = elf
                 for name in () if alone else elf.needed:
-                    folders = [*run_path(path, libraries[real]), *searched]
+                    folders = [*run_path(path, elf), *searched]
                     todo += [p for p in (f"{folder}/{name}" for folder in folders) if os.path.exists(p)][:1]
-    rows = {path: asdict(library) for path, library in sorted(libraries.items())}
+    rows = {path: asdict(elf) for path, elf in sorted(libraries.items())}
     return {"format": FORMAT, "folders": system, "links": links, "libraries": rows}
 
 
@@ -114,8 +88,8 @@ def configured_folders(names: Callable[[str], list[str]], read: Callable[[str], 
 
 
 _OF_PYTHON = re.compile("_?Py[A-Z_]")
-# Returns the library at a path, the same object for each name of one file; None for any other file, or none.
-Find = Callable[[str], "Library | None"]
+# Returns the ELF file at a path, the same object for each name of one file; None for any other file, or none.
+Find = Callable[[str], "Elf | None"]
 
 
 @dataclass(frozen=True)
@@ -133,13 +107,24 @@ class LoadFault:
 
 @dataclass(eq=False)
 class MappedLibrary:
-    """A loaded library, and the one that loaded it; `names` are those by which it was asked for."""
+    """A loaded library, and the one that loaded it, if any.
+
+    `needed` are the libraries that it needs, by the names by which it does; `absent` are the names of those that the
+    loader does not find.
+    """
 
     path: str
-    library: Library
+    elf: Elf
     by: MappedLibrary | None
-    names: set[str]
-    needed: list[MappedLibrary] = field(default_factory=list)
+    needed: dict[str, MappedLibrary] = field(default_factory=dict)
+    absent: list[str] = field(default_factory=list)
+
+    def scope(self) -> list[MappedLibrary]:
+        """Return this library and all that are loaded with it, in the order in which symbols are looked up."""
+        scope = [self]
+        for mapped in scope:  # grows
+            scope += [needed for needed in dict.fromkeys(mapped.needed.values()) if needed not in scope]
+        return scope
 
 
 class Process:
@@ -152,93 +137,91 @@ class Process:
         self, find: Find, machine: int, library_path: Sequence[str], folders: Sequence[str], program: str = ""
     ) -> None:
         self.mapped: list[MappedLibrary] = []
+        self._named: dict[str, MappedLibrary] = {}  # loaded libraries by the names for which they are taken again
         self._find, self._machine = find, machine
         self._library_path, self._folders = library_path, folders
         self._main: MappedLibrary | None = None
-        self._global: list[MappedLibrary] = []
-        if program and self.assume(program):
-            self._main, self._global = self.mapped[0], list(self.mapped)
+        self._main = self.open(program) if program else None
+        self._global = self._main.scope() if self._main else []
 
-    def assume(self, path: str) -> bool:
-        """Take the library or program at `path` for loaded, whatever it needs; return whether there is one."""
+    def fork(self) -> Process:
+        """Return another process, with the same libraries loaded."""
+        other = copy(self)
+        other.mapped, other._named = list(self.mapped), dict(self._named)
+        return other
+
+    def open(self, name: str) -> MappedLibrary | None:
+        """Load the library or program `name`, a path or a name, and what it needs; None if there is none.
+
+        Whether all that it needs is there and fits is not checked.
+        """
         before = len(self.mapped)
-        root = self._map(path, None)
-        self._load_needed(before)
-        return root is not None
+        opened = self._map(name, None)
+        for mapped in islice(self.mapped, before, None):  # grows
+            for needed in mapped.elf.needed:
+                if library := self._map(needed, mapped):
+                    mapped.needed[needed] = library
+                else:
+                    mapped.absent.append(needed)
+        return opened
 
     def load(self, name: str) -> LoadFault | None:
         """Load the library `name`, a path or a name, as dlopen does; return the first fault."""
         before = len(self.mapped)
-        root = self._map(name, None)
-        if root is None:
+        opened = self.open(name)
+        if opened is None:
             return LoadFault("", "absent", name)
-        fault = self._load_needed(before) or self._check_versions(before) or self._bind(root, before)
-        if fault:
-            del self.mapped[before:]
-        return fault
+        new = self.mapped[before:]
+        absent = (LoadFault(mapped.path, "absent", lacked) for mapped in new for lacked in mapped.absent)
+        versions = (fault for mapped in new for fault in self.absent_versions(mapped))
+        return next(chain(absent, versions, self._unbound(opened, new)), None)
+
+    def absent_versions(self, mapped: MappedLibrary) -> Iterator[LoadFault]:
+        """Yield the symbol versions that a loaded library needs of others and that these lack."""
+        for name, version in mapped.elf.needs:
+            of = self._named.get(name)
+            # A library without versions is accepted, with a warning.
+            if of and of.elf.defines and version not in of.elf.defines:
+                yield LoadFault(mapped.path, "version", version, of.path)
 
     def loaded(self, name: str) -> str:
         """Return the path of the loaded library called `name`, "" if it is not loaded."""
-        return next((m.path for m in self.mapped if name in m.names or m.library.soname == name), "")
-
-    def _load_needed(self, before: int) -> LoadFault | None:
-        faults = []
-        for at, here in enumerate(self.mapped):  # grows
-            for name in here.library.needed if at >= before else ():
-                if needed := self._map(name, here):
-                    here.needed.append(needed)
-                else:
-                    faults.append(LoadFault(here.path, "absent", name))
-        return faults[0] if faults else None
+        return self._named[name].path if name in self._named else ""
 
     def _map(self, name: str, by: MappedLibrary | None) -> MappedLibrary | None:
-        for mapped in self.mapped:
-            if "/" not in name and (name in mapped.names or mapped.library.soname == name):
-                mapped.names.add(name)
-                return mapped
+        if name in self._named:
+            return self._named[name]
         for path in [name] if "/" in name else (f"{folder}/{name}" for folder in self._searched(by)):
-            library = self._find(path)
-            if library is None or library.machine != self._machine:
+            elf = self._find(path)
+            if elf is None or elf.machine != self._machine:
                 continue
-            if known := next((mapped for mapped in self.mapped if mapped.library is library), None):
-                known.names.add(name)
-                return known
-            self.mapped.append(MappedLibrary(path, library, by, {name}))
-            return self.mapped[-1]
+            mapped = next((known for known in self.mapped if known.elf is elf), None)
+            if mapped is None:
+                mapped = MappedLibrary(path, elf, by)
+                self.mapped.append(mapped)
+            for known in (name, elf.soname):
+                self._named.setdefault(known, mapped)
+            return mapped
         return None
 
     def _searched(self, by: MappedLibrary | None) -> Iterator[str]:
-        own = run_path(by.path, by.library) if by else []
-        if not own or (by and by.library.inherited):  # RPATHs of all that led here; a RUNPATH switches them off
+        own = run_path(by.path, by.elf) if by else []
+        if not own or (by and by.elf.inherited):  # RPATHs of all that led here; a RUNPATH switches them off
             above = by
             while above:
-                yield from run_path(above.path, above.library) if above.library.inherited else ()
+                yield from run_path(above.path, above.elf) if above.elf.inherited else ()
                 above = above.by
-            if self._main and self._main.library.inherited:
-                yield from run_path(self._main.path, self._main.library)
+            if self._main and self._main.elf.inherited:
+                yield from run_path(self._main.path, self._main.elf)
             own = []
         yield from self._library_path
         yield from own
         yield from self._folders
 
-    def _check_versions(self, before: int) -> LoadFault | None:
-        for mapped in self.mapped[before:]:
-            for name, version in mapped.library.needs:
-                of = next((m for m in self.mapped if name in m.names or m.library.soname == name), None)
-                # A library without versions is accepted, with a warning.
-                if of and of.library.defines and version not in of.library.defines:
-                    return LoadFault(mapped.path, "version", version, of.path)
-        return None
-
-    def _bind(self, root: MappedLibrary, before: int) -> LoadFault | None:
-        scope = [root]
-        for mapped in scope:  # grows
-            scope += [needed for needed in mapped.needed if needed not in scope]
-        tables = [mapped.library.given for mapped in [*self._global, *scope]]
-        for mapped in reversed(self.mapped[before:]):
-            for name, version in mapped.library.wanted:
-                if not (self._main is None and _OF_PYTHON.match(name)) and not any(
-                    not version or not own or own == version for table in tables for own in table.get(name, ())
-                ):
-                    return LoadFault(mapped.path, "symbol", f"{name}@{version}" if version else name)
-        return None
+    def _unbound(self, opened: MappedLibrary, new: list[MappedLibrary]) -> Iterator[LoadFault]:
+        scope = [mapped.elf for mapped in [*self._global, *opened.scope()]]
+        for mapped in reversed(new):
+            for name, version in mapped.elf.wanted:
+                of_python = self._main is None and _OF_PYTHON.match(name)
+                if not of_python and not any(elf.has(name, version) for elf in scope):
+                    yield LoadFault(mapped.path, "symbol", f"{name}@{version}" if version else name)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import posixpath
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from envbuild.base.elf import Elf
 from envbuild.base.errors import UsageError
-from envbuild.base.libraries import FABRIC, FORMAT, MPI, Library, LoadFault, Process
+from envbuild.base.libraries import FABRIC, FORMAT, MPI, Find, LoadFault, Process
 from envbuild.compat.rows import LOOK_IT_UP, CompatFinding, finding, load_rows, row_of
 from envbuild.site.jobs import HostStackTable
 
@@ -35,11 +36,11 @@ _VERSION = re.compile(r"(.+)_([0-9]+(?:\.[0-9]+)*)")
 class HostInventory:
     """The inventory of a node: its libraries by their real paths, `links` to them, and the loader's `folders`."""
 
-    libraries: Mapping[str, Library]
+    libraries: Mapping[str, Elf]
     links: Mapping[str, str] = field(default_factory=dict)
     folders: Sequence[str] = ()
 
-    def find(self, path: str) -> Library | None:
+    def find(self, path: str) -> Elf | None:
         """Return the library at `path`, None for any other path."""
         return self.libraries.get(self.links.get(path, path))
 
@@ -50,7 +51,7 @@ def parse_inventory(text: str, where: str) -> HostInventory:
         value: dict[str, Any] = json.loads(text)
         if value["format"] != FORMAT:
             raise ValueError
-        libraries = {path: Library(**row) for path, row in value["libraries"].items()}
+        libraries = {path: Elf(**row) for path, row in value["libraries"].items()}
         return HostInventory(libraries, dict(value["links"]), list(value["folders"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{where} is no inventory of a node's libraries", "write it again on a node") from error
@@ -67,7 +68,7 @@ class ArtifactLibraries:
 
     root: str
     machine: int
-    find: Callable[[str], Library | None]
+    find: Find
     paths: Collection[str]
     isolated: bool
     program: str = ""
@@ -98,7 +99,7 @@ class _Meeting:
         of_driver = folder == self.table.driver and _OF_DRIVER.match(name)
         return bool(of_driver) or any(f"{path}/".startswith(f"{place}/") for place in self.table.injected)
 
-    def find(self, path: str) -> Library | None:
+    def find(self, path: str) -> Elf | None:
         return self.host.find(path) if self.of_host(path) else self.artifact.find(path)
 
     def plugin(self) -> Iterator[CompatFinding]:
@@ -109,7 +110,7 @@ class _Meeting:
             library = self.find(path)
             yield from [self._api(path, library)] if library else []
 
-    def _api(self, path: str, library: Library) -> CompatFinding:
+    def _api(self, path: str, library: Elf) -> CompatFinding:
         """Return whether NCCL and the plugin at `path` have a net API in common."""
         apis = {int(match[1]) for match in map(_API.match, library.given) if match}
         versions = (version for match in map(_NCCL.search, self.paths) if match for version in match.groups())
@@ -148,7 +149,7 @@ class _Meeting:
         artifact, path = self.artifact, [*self.own_folders, *self.artifact.library_path]
         process = Process(self.find, artifact.machine, path, self.folders, artifact.program)
         for library in filter(_TORCH.search, self.paths):
-            process.assume(library)
+            process.open(library)
         return process
 
     def _loaded(self, subject: str, name: str, wanted: str) -> CompatFinding:
@@ -203,7 +204,7 @@ class _Meeting:
         return text, f"take builds of one release; or {other}"
 
 
-def _newest(library: Library, family: str) -> str:
+def _newest(library: Elf, family: str) -> str:
     """Return the newest version of `family`, such as GLIBC, that `library` defines; "" for none."""
     matches = [match for match in map(_VERSION.fullmatch, library.defines) if match and match[1] == family]
     return max(matches, key=lambda m: [int(part) for part in m[2].split(".")])[0] if matches else ""

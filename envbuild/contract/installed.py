@@ -65,6 +65,9 @@ class Files(Protocol):
     def target(self, path: str) -> str:
         """Return the text of a symbolic link, "" for any other existing path."""
 
+    def real(self, path: str) -> str:
+        """Return `path` without symbolic links; raises no error."""
+
     def is_folder(self, path: str) -> bool:
         """Return whether there is a folder at `path`."""
 
@@ -101,6 +104,9 @@ class HostFiles:
 
     def target(self, path: str) -> str:
         return os.readlink(path) if stat.S_ISLNK(os.lstat(path).st_mode) else ""
+
+    def real(self, path: str) -> str:
+        return os.path.realpath(path)
 
     def is_folder(self, path: str) -> bool:
         return os.path.isdir(path)

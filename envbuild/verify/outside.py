@@ -148,23 +148,23 @@ class ImageFiles:
                 self._folders.setdefault(parent, []).append(name)
         if not self.is_folder(folder):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder)
-        return self._folders.get(self._resolved(folder), [])
+        return self._folders.get(self.real(folder), [])
 
     def walk(self, folder: str) -> Iterator[str]:
-        start = f"{_key(folder)}/"
+        start = f"{_key(folder)}/".lstrip("/")
         for path in sorted(self.rows):
             if path.startswith(start) and not self.is_folder(path):
                 yield f"/{path}"
 
     def read(self, path: str) -> bytes:
         self._file(path)
-        text = self.texts.get(self._resolved(path))
+        text = self.texts.get(self.real(path))
         if text is None:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
         return text
 
     def head(self, path: str) -> bytes:
-        return self.heads.get(self._resolved(path), b"")
+        return self.heads.get(self.real(path), b"")
 
     def size(self, path: str) -> int:
         return self._file(path).size
@@ -174,41 +174,16 @@ class ImageFiles:
         if algorithm == "sha256":
             return bytes.fromhex(row.value)
         digest = hashlib.new(algorithm)
-        for piece in self.reread(self._resolved(path)):
+        for piece in self.reread(self.real(path)):
             digest.update(piece)
         return digest.digest()
 
     def target(self, path: str) -> str:
         folder, _, name = _key(path).rpartition("/")
-        row = self._row(f"{self._resolved(folder)}/{name}")
+        row = self._row(f"{self.real(folder)}/{name}")
         return row.value if row.kind == SYMLINK else ""
 
-    def is_folder(self, path: str) -> bool:
-        row = self.rows.get(self._resolved(path))
-        return row is not None and row.kind == DIR
-
-    def gpu_code(self, path: str) -> Containers:
-        return self.codes.get(self._resolved(path), Containers())
-
-    def elf(self, path: str) -> Elf | None:
-        return self.elfs.get(self._resolved(path))
-
-    def library_path(self) -> list[str]:
-        texts = [self.variables, *(self.texts.get(name, b"").decode(errors="replace") for name in VARIABLES)]
-        return [path for text in texts for value in _LIBRARY_PATH.findall(text) for path in _PATH.findall(value)]
-
-    def _file(self, path: str) -> PathRow:
-        row = self._row(self._resolved(path))
-        if row.kind != FILE:
-            raise OSError(errno.EINVAL, "not a regular file", path)
-        return row
-
-    def _row(self, path: str) -> PathRow:
-        if (row := self.rows.get(_key(path))) is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return row
-
-    def _resolved(self, path: str) -> str:
+    def real(self, path: str) -> str:
         """Return `path` with symbolic links resolved; a chain that is too long is followed only in part."""
         done, todo, links = "", _key(path).split("/")[::-1], 0
         while todo:
@@ -228,6 +203,31 @@ class ImageFiles:
             if row.value.startswith("/"):
                 done = ""
         return done
+
+    def is_folder(self, path: str) -> bool:
+        row = self.rows.get(self.real(path))
+        return row is not None and row.kind == DIR
+
+    def gpu_code(self, path: str) -> Containers:
+        return self.codes.get(self.real(path), Containers())
+
+    def elf(self, path: str) -> Elf | None:
+        return self.elfs.get(self.real(path))
+
+    def library_path(self) -> list[str]:
+        texts = [self.variables, *(self.texts.get(name, b"").decode(errors="replace") for name in VARIABLES)]
+        return [path for text in texts for value in _LIBRARY_PATH.findall(text) for path in _PATH.findall(value)]
+
+    def _file(self, path: str) -> PathRow:
+        row = self._row(self.real(path))
+        if row.kind != FILE:
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        return row
+
+    def _row(self, path: str) -> PathRow:
+        if (row := self.rows.get(_key(path))) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return row
 
 
 def _key(path: str) -> str:

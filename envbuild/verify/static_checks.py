@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import os
+import posixpath
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from envbuild.base import process
-from envbuild.base.elf import MACHINES, Elf, machine_name
+from envbuild.base.elf import MACHINES, machine_name
 from envbuild.base.errors import EnvbuildError, UsageError
-from envbuild.base.libraries import Library, configured_folders, library_of, usual_folders
+from envbuild.base.libraries import configured_folders, usual_folders
 from envbuild.base.packages import record_digest
 from envbuild.base.text import normalise
 from envbuild.compat.host_stack import ArtifactLibraries
-from envbuild.contract.installed import HOST
+from envbuild.contract.installed import HOST, Files
 from envbuild.contract.state import IMAGE, PREFIX, BuiltLayer, State
 from envbuild.gpus import UNREADABLE, Containers, all_chips, gpu_faults, is_judged, library_runs
 from envbuild.image.limits import ImageLimits
@@ -27,7 +27,7 @@ from envbuild.verify.image_file import open_image_file
 from envbuild.verify.launch import run_program
 from envbuild.verify.model import Check, Nodes, Subject, judge, listed, not_tried
 from envbuild.verify.outside import read_squashfs
-from envbuild.verify.survey import Survey
+from envbuild.verify.survey import Survey, library_finder
 
 _WRONG_FILES = ("altered", "missing", "unowned")
 _KEPT_TEXT = 2000
@@ -188,33 +188,21 @@ def read_gpu_files(path: Path, target: Target, limits: ImageLimits) -> dict[str,
 
 def read_libraries(path: Path, limits: ImageLimits) -> ArtifactLibraries:
     """Return the libraries of the environment or image file at `path`. Raises BuildError (damaged), UsageError."""
-    folder = path.is_dir()
-    elf_of: Callable[[str], Elf | None] = functools.cache(HOST.elf)
-    root, paths, library_path, folders = f"/{PREFIX}", list[str](), list[str](), list[str]()
-    if folder:
-        root = os.path.abspath(path)
-        paths = [*HOST.walk(root)]
-    else:
-        offset = open_image_file(path).offset
+    files: Files = HOST
+    root, programs, folders = os.path.abspath(path), ["bin/python"], list[str]()
+    isolated = not path.is_dir()
+    if isolated:
+        offset, root = open_image_file(path).offset, f"/{PREFIX}"
         with path.open("rb") as stream:
             files = read_squashfs(stream, offset, str(path), limits, _READING_S)
-        paths, elf_of = [f"/{name}" for name in files.rows], files.elf
-        library_path, folders = files.library_path(), configured_folders(files.names, files.read)
-    libraries: dict[int, Library] = {}
-
-    def library(path: str) -> Library | None:
-        elf = elf_of(os.path.realpath(path) if folder else path)
-        if elf is None or id(elf) in libraries:
-            return libraries.get(id(elf))
-        return libraries.setdefault(id(elf), library_of(elf))
-
-    pythons = (place for place in (f"{root}/bin/python", *([] if folder else ["/usr/bin/python3"])) if library(place))
-    program = next(pythons, "")
-    known = library(program) or next(filter(None, map(library, (p for p in paths if ".so" in p))), None)
+        programs, folders = [*programs, "/usr/bin/python3"], configured_folders(files.names, files.read)
+    paths, find = [*files.walk("/" if isolated else root)], library_finder(files, {})
+    program = next(filter(find, (posixpath.join(root, name) for name in programs)), "")
+    known = next(filter(None, map(find, [program, *(path for path in paths if ".so" in path)])), None)
     if known is None:
         raise UsageError(f"{path} has no libraries", "give a venv, conda environment, .sqsh or .sif")
-    folders += [] if folder else usual_folders(machine_name(known.machine))
-    return ArtifactLibraries(root, known.machine, library, paths, not folder, program, library_path, folders)
+    folders += usual_folders(machine_name(known.machine)) if isolated else []
+    return ArtifactLibraries(root, known.machine, find, paths, isolated, program, files.library_path(), folders)
 
 
 def check_layer(layer: BuiltLayer, nodes: Nodes, work: Path) -> Check:

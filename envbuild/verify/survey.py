@@ -9,15 +9,23 @@ import functools
 import os
 import posixpath
 import re
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from envbuild.base.elf import Elf, machine_name
-from envbuild.base.libraries import configured_folders, run_path, usual_folders
+from envbuild.base.libraries import (
+    Find,
+    LoadFault,
+    MappedLibrary,
+    Process,
+    configured_folders,
+    run_path,
+    usual_folders,
+)
 from envbuild.contract.conda_meta import is_conda, survey_conda
 from envbuild.contract.installed import HOST, Distribution, FileReport, Files, HostFiles, check_files, distributions
 from envbuild.contract.layer_lists import check_layers
@@ -26,9 +34,8 @@ from envbuild.verify.elf_files import ElfReport, read_text, scan_elf
 
 _MAX_METADATA = 1 << 20
 
-# What torch loads before anything else: its own libraries and those of NVIDIA's wheels.
-_PRELOADED = re.compile(r"/site-packages/(?:torch/lib|nvidia/[^/]+/lib)/[^/]+\Z")
-_OF_TORCH = ("libtorch", "libc10")
+# What torch loads before anything else, in this order: its own libraries and those of NVIDIA's wheels.
+_PRELOADED = [re.compile(rf"/site-packages/{folder}/[^/]+\Z") for folder in ("torch/lib", "nvidia/[^/]+/lib")]
 _BASE = re.compile(r"(GLIBC|GLIBCXX|CXXABI)_([0-9]+(?:\.[0-9]+)*)")
 _STUB = "libcuda.so"
 
@@ -37,7 +44,7 @@ class SymbolFamily(NamedTuple):
     """Symbols and the libraries that have them: a row of data/linkage.toml."""
 
     name: str
-    symbols: re.Pattern[bytes]
+    symbols: re.Pattern[str]
     libraries: re.Pattern[str]
     single: bool
 
@@ -46,7 +53,7 @@ class SymbolFamily(NamedTuple):
 def symbol_families() -> tuple[SymbolFamily, ...]:
     """Return the rows of data/linkage.toml."""
     return tuple(
-        SymbolFamily(row["name"], re.compile(row["symbols"].encode()), re.compile(row["libraries"]), "single" in row)
+        SymbolFamily(row["name"], re.compile(row["symbols"]), re.compile(row["libraries"]), "single" in row)
         for row in load_table("linkage")["families"]
     )
 
@@ -76,109 +83,124 @@ class Linkage:
 
 def link(root: str, libraries: Mapping[str, Elf], machine: int, files: Files) -> Linkage:
     """Link the `libraries` of the environment at `root`, by their paths, for the processor `machine`."""
-    loader, linkage = _Loader(root, libraries, machine, files), Linkage(len(libraries))
-    _check_symbols(loader, linkage)
-    _check_versions(loader, linkage)
-    linkage.copies = list(_copies(loader))
-    linkage.stubs = list(_stubs(loader))
+    loads, linkage = _Loads(root, libraries, machine, files), Linkage(len(libraries))
+    _check_symbols(loads, linkage)
+    _check_versions(loads, linkage)
+    linkage.copies = list(_copies(loads))
+    linkage.stubs = list(_stubs(loads))
     return linkage
 
 
-class _Loader:
-    """The dynamic loader's search for libraries, without loading any."""
+def library_finder(files: Files, known: Mapping[str, Elf]) -> Find:
+    """Return the function that finds the libraries among `files` for the loader; `known` were read before."""
+    elfs: dict[str, Elf | None] = {files.real(path): elf for path, elf in known.items()}
+
+    @functools.cache
+    def find(path: str) -> Elf | None:
+        real = files.real(path)
+        if real not in elfs:
+            elfs[real] = files.elf(real)
+        return elfs[real]
+
+    return find
+
+
+@dataclass
+class _Loaded:
+    """A library, and the `scope` of all that is loaded with it, itself first, without the `absent` ones."""
+
+    library: MappedLibrary
+    scope: list[MappedLibrary]
+    absent: set[str] = field(default_factory=set)
+    versions: list[LoadFault] = field(default_factory=list)
+
+
+class _Loads:
+    """The libraries of an environment, each loaded in a process of its own."""
 
     def __init__(self, root: str, libraries: Mapping[str, Elf], machine: int, files: Files) -> None:
-        self.root, self.libraries, self.files, self.machine = root, libraries, files, machine
-        self.elf, self.find = functools.cache(self._elf), functools.cache(self._find)
-        self.closure = functools.cache(self._closure)
+        self.root, self.libraries, self.files = root, libraries, files
         self.configured = configured_folders(files.names, files.read)
         own = [f"{root}/lib"] if is_conda(Path(root), files) else []  # python's DT_RPATH, which all libraries inherit
-        self.folders = [*files.library_path(), *own, *self.configured, *usual_folders(machine_name(machine))]
-        self.preloaded: dict[str, str] = {}
-        self.by_name: dict[str, list[str]] = {}
+        before, after = files.library_path(), [*own, *self.configured, *usual_folders(machine_name(machine))]
+        self.folders = [*before, *after]
+        self._bare = Process(library_finder(files, libraries), machine, before, after)
+        self._torch = self._bare.fork()
+        preloaded = [[path for path in libraries if pattern.search(path)] for pattern in _PRELOADED]
+        self.torch = [*filter(None, map(self._torch.open, chain(*preloaded)))]
+        self._by_name: dict[str, list[str]] = {}
         for path, elf in libraries.items():
-            for library in {posixpath.basename(path), elf.soname} - {""}:
-                self.by_name.setdefault(library, []).append(path)
-                if _PRELOADED.search(path):
-                    self.preloaded.setdefault(library, path)
+            for name in {posixpath.basename(path), elf.soname} - {""}:
+                self._by_name.setdefault(name, []).append(path)
+        self._of_torch = {mapped.elf for mapped in self.torch}
+        self.loaded = {path: loaded for path in libraries if (loaded := self._load(path))}
+        self._users: dict[Elf, list[_Loaded]] = {}
+        for loaded in self.loaded.values():
+            for mapped in loaded.scope[1:]:
+                self._users.setdefault(mapped.elf, []).append(loaded)
 
-    def _elf(self, path: str) -> Elf | None:
-        """Return the library at `path`, None for a file that is no library for this processor."""
-        elf = self.libraries.get(path) or self.files.elf(path)
-        return elf if elf and elf.machine == self.machine else None
+    def _load(self, path: str) -> _Loaded | None:
+        process = self._bare.fork()
+        library = process.open(path)
+        if library and any(map(self._needs_torch, library.scope())):
+            process = self._torch.fork()  # it is loaded after torch, and gets the libraries that torch loaded
+            library = process.open(path)
+        if library is None:
+            return None
+        loaded = _Loaded(library, library.scope(), versions=[*process.absent_versions(library)])
+        for mapped in loaded.scope:  # grows
+            for name in mapped.absent:
+                # In place of a library in no searched folder, all files of its name in the environment are loaded: its
+                # package may load one of them by path.
+                others = [*filter(None, map(process.open, self._by_name.get(name, ())))]
+                loaded.absent |= set() if others else {name}
+                for other in others:
+                    loaded.scope += [needed for needed in other.scope() if needed not in loaded.scope]
+        return loaded
 
-    def run_path(self, path: str) -> list[str]:
-        """Return the folders of the RUNPATH or RPATH of a library."""
-        elf = self.elf(path)
-        return run_path(path, elf) if elf else []
+    def _needs_torch(self, mapped: MappedLibrary) -> bool:
+        return mapped.elf in self._of_torch or any(map(self._torch.loaded, mapped.absent))
 
-    def _find(self, path: str, name: str) -> str:
-        """Return the path at which the loader finds `name` for the library at `path`, "" if it is missing."""
-        elf = self.elf(path)
-        with_torch = _PRELOADED.search(path) or (elf and any(needed.startswith(_OF_TORCH) for needed in elf.needed))
-        for folder in self.run_path(path):
-            if self.elf(f"{folder}/{name}"):
-                return f"{folder}/{name}"
-        # What uses torch is loaded after it, and the loader takes a loaded library with the same name.
-        if with_torch and name in self.preloaded:
-            return self.preloaded[name]
-        for folder in self.folders:
-            if self.elf(f"{folder}/{name}"):
-                return f"{folder}/{name}"
-        return self.preloaded.get(name, "")
+    def users(self, loaded: _Loaded) -> list[_Loaded]:
+        """Return the libraries that are loaded with one."""
+        return self._users.get(loaded.library.elf, [])
 
-    def _closure(self, path: str) -> tuple[list[str], set[str]]:
-        """Return the libraries that are loaded with the library at `path`, in the loader's order, and the absent ones.
-
-        A library in no searched folder is replaced by all files of its name in the environment: its package may load
-        one of them by path.
-        """
-        paths, absent, todo = dict[str, None](), set[str](), deque([path])
-        while todo:
-            here = todo.popleft()
-            elf = self.elf(here)
-            for name in elf.needed if elf else ():
-                library = self.find(here, name)
-                more = [library] if library else self.by_name.get(name, [])
-                absent |= set() if more else {name}
-                todo += [
-                    needed_library for needed_library in more if needed_library not in paths and needed_library != path
-                ]
-                paths |= dict.fromkeys(more)
-        return list(paths), absent
+    def symbols(self, loaded: _Loaded) -> dict[Elf, str]:
+        """Return the libraries, and their paths, in which the loader looks for symbols of one."""
+        of_users = (user.scope for user in self.users(loaded))
+        return {mapped.elf: mapped.path for mapped in chain(loaded.scope[1:], self.torch, *of_users)}
 
     def shown(self, path: str) -> str:
         """Return a path relative to the environment, if it is inside."""
         return posixpath.relpath(path, self.root) if path.startswith(f"{self.root}/") else path
 
 
-def _check_symbols(loader: _Loader, linkage: Linkage) -> None:
-    users = _users(loader)
-    for path in loader.libraries:
-        for library in loader.closure(path)[1] & set(loader.libraries[path].needed):
+def _check_symbols(loads: _Loads, linkage: Linkage) -> None:
+    for loaded in loads.loaded.values():
+        for library in loaded.absent & {*loaded.library.absent}:
             linkage.absent[library] = linkage.absent.get(library, 0) + 1
     linkage.absent = dict(sorted(linkage.absent.items()))
-    for path, elf in loader.libraries.items():
-        for family in symbol_families() if elf.symbols else ():
-            count, missing = _missing(loader, path, family, users)
+    for path, loaded in loads.loaded.items():
+        for family in symbol_families():
+            count, missing = _missing(loads, loaded, family)
             linkage.symbols += count
             if not missing:
                 continue
             # Where the library is absent, or the process brings it by other ways, the symbols are not judged.
-            lacking = {library for user in (path, *users.get(path, ())) for library in loader.closure(user)[1]}
-            names = map(posixpath.basename, _scope(loader, path, users))
+            lacking = loaded.absent.union(*(user.absent for user in loads.users(loaded)))
+            names = map(posixpath.basename, loads.symbols(loaded).values())
             if any(map(family.libraries.fullmatch, names)) and not any(map(family.libraries.fullmatch, lacking)):
                 inside = [
-                    library
-                    for library in loader.closure(path)[0]
-                    if family.libraries.fullmatch(posixpath.basename(library))
+                    mapped.path
+                    for mapped in loaded.scope[1:]
+                    if family.libraries.fullmatch(posixpath.basename(mapped.path))
                 ]
                 named = ", ".join(
-                    loader.shown(library) if len(inside) == 1 else posixpath.basename(library) for library in inside
+                    loads.shown(library) if len(inside) == 1 else posixpath.basename(library) for library in inside
                 )
                 where = f"not defined in {named}" if inside else "defined in no library that it loads"
                 more = f" and {len(missing) - 1} more symbols of {family.name} are" if len(missing) > 1 else " is"
-                linkage.undefined.append(f"{loader.shown(path)}: {missing[0]}{more} {where}")
+                linkage.undefined.append(f"{loads.shown(path)}: {missing[0]}{more} {where}")
 
 
 def missing_symbols(
@@ -188,92 +210,67 @@ def missing_symbols(
 
     Symbols of absent libraries are missing too.
     """
-    loader = _Loader(root, libraries, machine, files)
-    users = _users(loader)
-    return {path: _missing(loader, path, family, users) for path in paths}
+    loads = _Loads(root, libraries, machine, files)
+    return {path: _missing(loads, loads.loaded[path], family) for path in paths}
 
 
-def _users(loader: _Loader) -> dict[str, list[str]]:
-    """Return the libraries that load each library."""
-    users: dict[str, list[str]] = {}
-    for path in loader.libraries:
-        for library in loader.closure(path)[0]:
-            users.setdefault(library, []).append(path)
-    return users
-
-
-def _missing(loader: _Loader, path: str, family: SymbolFamily, users: Mapping[str, list[str]]) -> tuple[int, list[str]]:
-    """Return the number of undefined symbols of `family` in the library at `path`, and those that no library has."""
-    symbols = loader.libraries[path].symbols
-    needed = [*symbols.undefined(family.symbols)] if symbols else []
-    scope = map(loader.elf, dict.fromkeys(_scope(loader, path, users)) if needed else ())
-    tables = [elf.symbols for elf in scope if elf and elf.symbols]
+def _missing(loads: _Loads, loaded: _Loaded, family: SymbolFamily) -> tuple[int, list[str]]:
+    """Return the number of undefined symbols of `family` in a library, and those that no library has."""
+    needed = [symbol for symbol in loaded.library.elf.wanted if family.symbols.match(symbol[0])]
+    elfs = loads.symbols(loaded) if needed else ()
     missing = [
-        name.decode(errors="replace") + (f"@{version}" if version else "")
+        f"{name}@{version}" if version else name
         for name, version in needed
-        if not any(table.has(name, version) for table in tables)
+        if not any(elf.has(name, version) for elf in elfs)
     ]
     return len(needed), missing
 
 
-def _scope(loader: _Loader, path: str, users: Mapping[str, list[str]]) -> Iterator[str]:
-    """Yield the libraries in which the loader looks for symbols of the library at `path`; some twice."""
-    yield from loader.closure(path)[0]
-    yield from loader.preloaded.values()
-    for user in users.get(path, ()):
-        yield user
-        yield from loader.closure(user)[0]
-
-
-def _check_versions(loader: _Loader, linkage: Linkage) -> None:
+def _check_versions(loads: _Loads, linkage: Linkage) -> None:
     newest: dict[str, tuple[int, ...]] = {}
-    for path, elf in loader.libraries.items():
-        lacking: dict[str, list[str]] = {}
-        for library, version in elf.needs:
+    for path, loaded in loads.loaded.items():
+        for _, version in loaded.library.elf.needs:
             if match := _BASE.fullmatch(version):
                 number = tuple(map(int, match[2].split(".")))
                 newest[match[1]] = max(newest.get(match[1], ()), number)
-            place = loader.find(path, library)
-            elf_file = loader.elf(place) if place else None
-            # The loader accepts a library without versions, with a warning.
-            if elf_file is not None and elf_file.defines and version not in elf_file.defines:
-                lacking.setdefault(place, []).append(version)
+        lacking: dict[str, list[str]] = {}
+        for fault in loaded.versions:
+            lacking.setdefault(fault.of, []).append(fault.name)
         for place, versions in lacking.items():
-            linkage.versions.append(
-                f"{loader.shown(path)}: needs {', '.join(sorted(versions))} of {loader.shown(place)}"
-            )
+            linkage.versions.append(f"{loads.shown(path)}: needs {', '.join(sorted(versions))} of {loads.shown(place)}")
     linkage.base = {name: ".".join(map(str, number)) for name, number in sorted(newest.items())}
 
 
-def _copies(loader: _Loader) -> Iterator[str]:
+def _copies(loads: _Loads) -> Iterator[str]:
     """Yield the families of symbols for which libraries of the environment load different files."""
     for family in (family for family in symbol_families() if family.single):
         users: dict[str, str] = {}
-        for path, elf in loader.libraries.items():
-            for name in filter(family.libraries.fullmatch, elf.needed):
-                users.setdefault(loader.find(path, name), path)
+        for path, loaded in loads.loaded.items():
+            for name, mapped in loaded.library.needed.items():
+                if family.libraries.fullmatch(name):
+                    users.setdefault(mapped.path, path)
         mains: dict[str, list[str]] = {}  # the parts of cuDNN are files of their own
-        for place in sorted(users.keys() - {""}):
+        for place in sorted(users):
             mains.setdefault(posixpath.basename(place).partition(".so")[0], []).append(place)
         for places in mains.values():
-            if len(places) > 1 and len(other := {loader.files.digest(place): place for place in places}) > 1:
-                named = (f"{loader.shown(library)} (for {loader.shown(users[library])})" for library in other.values())
+            if len(places) > 1 and len(other := {loads.files.digest(place): place for place in places}) > 1:
+                named = (f"{loads.shown(library)} (for {loads.shown(users[library])})" for library in other.values())
                 yield f"{family.name} is there {len(other)} times: {', '.join(named)}"
 
 
-def _stubs(loader: _Loader) -> Iterator[str]:
+def _stubs(loads: _Loads) -> Iterator[str]:
     """Yield the stubs of CUDA's driver library that the loader would take for the driver's."""
-    folders = {folder for path in loader.libraries for folder in loader.run_path(path)}
-    for folder in dict.fromkeys([*loader.folders, *sorted(folders)]):
+    folders = {folder for path, elf in loads.libraries.items() for folder in run_path(path, elf)}
+    for folder in dict.fromkeys([*loads.folders, *sorted(folders)]):
         # What this host has outside of an environment is not a part of it.
-        if isinstance(loader.files, HostFiles) and not folder.startswith(f"{loader.root}/"):
+        if isinstance(loads.files, HostFiles) and not folder.startswith(f"{loads.root}/"):
             continue
         # ldconfig lists a library by its own name, libcuda.so.1; in other folders the loader looks for that file.
-        for name in (_STUB, f"{_STUB}.1") if folder in loader.configured else (f"{_STUB}.1",):
+        for name in (_STUB, f"{_STUB}.1") if folder in loads.configured else (f"{_STUB}.1",):
             place = f"{folder}/{name}"
             with suppress(OSError):
-                if "stubs" in [*folder.split("/"), *loader.files.target(place).split("/")]:
-                    yield f"{loader.shown(place)} is a stub of the driver's library where the loader searches"
+                if "stubs" in [*folder.split("/"), *loads.files.target(place).split("/")]:
+                    yield f"{loads.shown(place)} is a stub of the driver's library where the loader searches"
                     break
 
 

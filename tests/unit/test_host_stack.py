@@ -18,9 +18,9 @@ from click.testing import CliRunner
 from ddp_train.preflight.model import FAIL, Facts, Node, Requirements
 from ddp_train.preflight.rules_node import resources
 from ddp_train.preflight.stack import STACK, loaded_stack
-from envbuild.base.elf import MACHINES, read_elf
+from envbuild.base.elf import MACHINES, Elf, read_elf
 from envbuild.base.errors import RecipeError, UsageError
-from envbuild.base.libraries import Library, LoadFault, Process, inventory, library_of
+from envbuild.base.libraries import LoadFault, Process, inventory
 from envbuild.cli.commands import cli
 from envbuild.compat.host_stack import ArtifactLibraries, HostInventory, judge_stack, parse_inventory
 from envbuild.compat.rows import CompatFinding
@@ -85,13 +85,12 @@ class Compiled:
 
     def judged(self, *names: str, path: str = "") -> tuple[LoadFault | None, dict[str, str]]:
         """What the library loads by our rules, its own files by their names."""
-        known: dict[str, Library | None] = {}
+        known: dict[str, Elf | None] = {}
 
-        def find(path: str) -> Library | None:
+        def find(path: str) -> Elf | None:
             real = os.path.realpath(path)
             if real not in known:
-                elf = read_elf(Path(real), symbols=True) if os.path.isfile(real) else None
-                known[real] = library_of(elf) if elf and elf.dynamic else None
+                known[real] = read_elf(Path(real), symbols=True) if os.path.isfile(real) else None
             return known[real]
 
         process = Process(
@@ -180,12 +179,10 @@ def test_versions_symbols_and_absent_libraries(compiled: Compiled) -> None:
     assert "undefined symbol: fab" in compiled.real(plugin, path=path)[0]
 
 
-def library(soname: str = "", needed: str = "", needs: str = "", defines: str = "", given: str = "") -> Library:
+def library(soname: str = "", needed: str = "", needs: str = "", defines: str = "", given: str = "") -> Elf:
     """A library without files: `needs` are LIBRARY:VERSION, `given` are symbols."""
-    pairs = [pair.split(":") for pair in needs.split()]
-    return Library(
-        62, "", False, needed.split(), soname, pairs, defines.split(), {name: [""] for name in given.split()}, []
-    )
+    pairs, symbols = [pair.split(":") for pair in needs.split()], {name: [""] for name in given.split()}
+    return Elf(62, needed=needed.split(), soname=soname, needs=pairs, defines=defines.split(), given=symbols)
 
 
 LIBC = library("libc.so.6", defines="GLIBC_2.2.5 GLIBC_2.34 GLIBC_2.36")
@@ -206,12 +203,12 @@ TABLE = HostStackTable("inject", "/opt/fab", more=("/usr/lib64/libcxi.so.1",), i
 NCCL = "/opt/env/lib/python3.11/site-packages/nvidia_nccl_cu12-2.26.2.dist-info/RECORD"
 
 
-def image(libraries: Mapping[str, Library], *paths: str) -> ArtifactLibraries:
+def image(libraries: Mapping[str, Elf], *paths: str) -> ArtifactLibraries:
     every = {"/usr/lib/libc.so.6": LIBC, **libraries}
     return ArtifactLibraries("/opt/env", 62, every.get, [*every, *paths], True, folders=("/usr/lib",))
 
 
-def own_plugin(version: str = "FABRIC_1.7", api: int = 9) -> dict[str, Library]:
+def own_plugin(version: str = "FABRIC_1.7", api: int = 9) -> dict[str, Elf]:
     plugin = library("", "libfabric.so.1", f"libfabric.so.1:{version}", given=f"ncclNetPlugin_v{api}")
     return {"/opt/env/lib/libnccl-net-ofi.so": plugin}
 
