@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class Place:
         receipt = self.blob(json.dumps(told).encode(), RECEIPT)
         bundle = self.blob(sign(attested(told), self.signer), MEDIA)
         about = FilePieces("enroot", "x.sqsh", "cpu-x86_64", piece.digest, piece.size, ((piece.digest, 0, piece.size),))
-        config = self.blob(json.dumps(about.as_json()).encode(), CONFIG)
+        config = self.blob(json.dumps(asdict(about)).encode(), CONFIG)
         self.manifest(render(config, [piece, receipt, bundle]), "file")
         image = new_manifest(OCI_MANIFEST, self.blob(b"{}", OCI_CONFIG), []).raw
         self.manifest(image, "image")
