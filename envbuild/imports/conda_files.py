@@ -314,18 +314,6 @@ def read_pixi_lock(path: Path) -> Iterator[Statement]:
     yield lost("url, hash", str(path), _LOCKED)
 
 
-def read_conda_file(path: Path) -> Iterator[Statement]:
-    """Yield the statements of a file for `conda install --file` or `conda env create --file`. Raises UsageError."""
-    if re.fullmatch(r".*\.ya?ml", path.name):
-        yield from read_conda_lock(path) if re.search(r"conda-lock\.ya?ml$", path.name) else read_environment(path)
-    elif is_conda_list(text := text_of(path)):
-        yield from read_conda_list(path)
-    else:
-        for number, line in enumerate(text.split("\n"), 1):
-            if spec := line.partition("#")[0].strip():
-                yield conda_spec("conda", spec, f"{path}:{number}")
-
-
 def is_conda_list(text: str) -> bool:
     """Return whether a text file is the output of `conda list`, also with --explicit or --export, or has its specs.
 
@@ -444,13 +432,24 @@ def conda_words(words: list[str], place: str, find: Find, *, is_env: bool) -> It
 
 
 def _conda_file(name: str, place: str, find: Find) -> Iterator[Statement]:
-    """Yield the statements of a conda file without the environment's name, which does not name the recipe."""
+    """Yield the statements of a file for `conda install --file` or `conda env create --file`.
+
+    The environment's name is left out, because it does not name the recipe.
+    """
     try:
         path = find(name)
         if not isinstance(path, Path):
             yield lost(f"--file {name}", place, NO_FILE)
-            return
-        yield from (statement for statement in read_conda_file(path) if statement.kind != "name")
+        elif re.search(r"conda-lock\.ya?ml$", path.name):
+            yield from read_conda_lock(path)
+        elif path.name.endswith((".yml", ".yaml")):
+            yield from (statement for statement in read_environment(path) if statement.kind != "name")
+        elif is_conda_list(text := text_of(path)):
+            yield from read_conda_list(path)
+        else:
+            for number, line in enumerate(text.split("\n"), 1):
+                if spec := line.partition("#")[0].strip():
+                    yield conda_spec("conda", spec, f"{path}:{number}")
     except UsageError as error:
         yield lost(f"--file {name}", place, error.message)
 

@@ -391,11 +391,8 @@ def _as_poetry(about: Mapping[str, Any]) -> dict[str, Any]:
     markers += [f"{key} {value}" for key, value in about.items() if key not in _SETTINGS and isinstance(value, str)]
     kept = {key: value for key, value in about.items() if key in _SETTINGS and key not in ("index", "editable")}
     kept |= {"rev": kept.pop("ref")} if "ref" in kept else {}
-    return kept | (
-        {"markers": " and ".join(f"({marker})" if len(markers) > 1 else marker for marker in markers)}
-        if markers
-        else {}
-    )
+    joined = " and ".join(f"({marker})" if len(markers) > 1 else marker for marker in markers)
+    return kept | {"markers": joined} if markers else kept
 
 
 def read_pipfile_lock(path: Path) -> Iterator[Statement]:

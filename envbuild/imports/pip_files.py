@@ -520,13 +520,7 @@ def _extras(node: ast.expr, values: Mapping[str, ast.expr], file: str, computed:
         if isinstance(group, str):
             extra, _, marker = group.partition(":")  # "gpu:sys_platform == 'linux'"
             for statement in _requirements(value, values, file, f"extras_require[{group!r}]", extra, computed):
-                yield (
-                    statement
-                    if not marker
-                    else Statement(
-                        statement.kind, f"{statement.text} ; {marker}", statement.place, extra, reason=statement.reason
-                    )
-                )
+                yield replace(statement, text=f"{statement.text} ; {marker}") if marker else statement
         else:
             yield lost(f"extras_require: {ast.unparse(value)}", f"{file}:{value.lineno}", computed)
 

@@ -232,13 +232,10 @@ def _dynamic(document: Document) -> Iterator[Statement]:
 
 def _sourced(document: Document, statements: Iterator[Statement]) -> Iterator[Statement]:
     """Yield the requirements `statements`; unsupported sources in [tool.uv.sources] are marked as not carried."""
+    known = _uv_sources(document)
     for statement in statements:
-        name = requirement_parts(statement.text)[0]
-        sources = (
-            []
-            if statement.reason
-            else [about for about in _uv_sources(document).get(name, []) if _applies(about, statement)]
-        )
+        own = [] if statement.reason else known.get(requirement_parts(statement.text)[0], [])
+        sources = [about for about in own if _applies(about, statement)]
         if any({"workspace", "path"} & about.keys() for about in sources):
             yield replace(statement, reason=OWN_NAME)
         elif sources and all("url" in about for about in sources):

@@ -202,9 +202,9 @@ def has_no_build(version: str, target: Target) -> bool:
 
 def is_published(tag: str) -> bool:
     """Return whether PyTorch publishes a wheel index for an accelerator."""
-    versions = load_table("gpu_signs")["published"]
-    return tag == "cpu" or any(
-        accelerator.version(tag) in versions.get(accelerator.name, ()) for accelerator in ACCELERATORS.values()
+    family = accelerator_of(tag)
+    return family is not None and (
+        not family.gpu or family.version(tag) in load_table("gpu_signs")["published"].get(family.name, ())
     )
 
 

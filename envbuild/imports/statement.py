@@ -505,14 +505,9 @@ def _newest(specifiers: Iterable[Specifier]) -> Version | None:
             limits.append(Version(".".join(map(str, release))))
         elif specifier.operator in ("==", "~=", "<", "<="):
             # The last part of ~= is free, and < excludes its version: 1.24 becomes 1.23.99999.
-            wide = (
-                release[:-1]
-                if specifier.operator == "~="
-                else release
-                if specifier.operator != "<"
-                else _before(release)
-            )
-            limits.append(Version(".".join(map(str, [*wide, *([] if specifier.operator == "<=" else [99999])]))))
+            if specifier.operator in ("~=", "<"):
+                release = release[:-1] if specifier.operator == "~=" else _before(release)
+            limits.append(Version(".".join(map(str, [*release, *([] if specifier.operator == "<=" else [99999])]))))
     return min(limits, default=None)
 
 

@@ -282,10 +282,8 @@ class Sources:
     def _address(self, reference: DirectReference, kept: BuiltPackage | None) -> str:
         if reference.kind == "git":
             commit = kept.commit if kept and kept.ref == reference.ref else ""
-            url = f"git+{self.environment.site.mirrored(reference.url)[0]}" + (
-                f"@{commit or reference.ref}" if reference.ref or commit else ""
-            )
-            return url + (f"#subdirectory={reference.subdirectory}" if reference.subdirectory else "")
+            served = replace(reference, url=self.environment.site.mirrored(reference.url)[0])
+            return served.source(self.recipe.folder, commit or reference.ref)
         if reference.kind == "path":
             return reference.source(self.recipe.folder)
         return self._file(reference).as_uri()

@@ -11,17 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.base.errors import LockError
-from envbuild.base.packages import is_digest, json_digest
-from envbuild.base.toml import Document, decode, key, parse_toml, required, toml_pairs
+from envbuild.base.packages import json_digest
+from envbuild.base.toml import Document, decode, form, key, parse_toml, required, toml_pairs
 from envbuild.debian.lock import DebianLock, checked
 from envbuild.lock.lifecycle import package_changes, read_lock_file
 
 FORMAT = 1
 _HINT = "delete it and run `envbuild lock` again"
-
-
-def _digest_problem(text: str) -> str | None:
-    return None if is_digest(text) else f"{text!r} is not a sha256 digest"
+_digest_problem = form(r"sha256:[0-9a-f]{64}", "is not a sha256 digest")
 
 
 @dataclass(frozen=True, slots=True)

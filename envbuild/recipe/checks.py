@@ -59,9 +59,10 @@ class DirectReference:
         return self.kind != "git" and self.file_name.endswith(".whl")
 
     def source(self, folder: Path, commit: str = "") -> str:
-        """Return its address for store/archives.py: at git `commit`, or as a path below the recipe's `folder`."""
+        """Return its address for uv and store/archives.py: at a git `commit` or ref, or below the recipe's `folder`."""
         if self.kind == "git":
-            return f"git+{self.url}@{commit}" + (f"#subdirectory={self.subdirectory}" if self.subdirectory else "")
+            fragment = f"#subdirectory={self.subdirectory}" if self.subdirectory else ""
+            return f"git+{self.url}" + (f"@{commit}" if commit else "") + fragment
         return self.url if self.kind == "url" else (folder / self.url).absolute().as_uri()
 
 
