@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import shutil
 import stat
@@ -115,6 +114,8 @@ def read_regular(path: str | Path) -> bytes:
 
 def sha256_of(path: str | Path) -> str:
     """Return the sha256 (hexadecimal) of a file. Raises OSError."""
+    import hashlib  # only commands that compare or write files need it
+
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
