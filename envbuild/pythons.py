@@ -15,10 +15,9 @@ import platform
 import re
 import shlex
 import sys
-import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from envbuild.base import atomic, process
@@ -26,6 +25,7 @@ from envbuild.base.errors import BuildError, HostError
 from envbuild.base.files import parse_json
 from envbuild.base.masking import redact
 from envbuild.base.progress import log, step
+from envbuild.base.workers import run_parallel
 from envbuild.cache.http import RequestFailed
 from envbuild.environment import Environment, uv_hint
 from envbuild.interpreter import HostPython, ask_program, minor_of, read_python
@@ -328,7 +328,7 @@ def _addresses(offered: OfferedPython, environment: Environment) -> list[Offered
 def _unreached(tries: Sequence[OfferedPython], environment: Environment, offline: bool) -> list[str | None]:
     """Return for each of `tries` why its archive is not available, None if it is; all servers are asked in parallel."""
     reasons: list[str | None] = []
-    threads = []
+    asked: list[Callable[[], None]] = []
     pip = replace(environment.pip, retries=0, timeout_s=_PATIENCE_S - 1)
 
     def ask(number: int, url: str, server: str) -> None:
@@ -346,13 +346,9 @@ def _unreached(tries: Sequence[OfferedPython], environment: Environment, offline
             reasons.append(f"--offline forbids to ask {server}")
         else:
             reasons.append(f"{server} does not answer")
-            threads.append(threading.Thread(target=ask, args=(number, attempt.url, server), daemon=True))
-    for thread in threads:
-        thread.start()
+            asked.append(partial(ask, number, attempt.url, server))
     # A resolver without a server takes longer than any timeout of a connection.
-    end = time.monotonic() + _PATIENCE_S
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
+    run_parallel(asked, _PATIENCE_S)
     return list(reasons)
 
 

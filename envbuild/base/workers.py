@@ -172,3 +172,22 @@ def each(
     finally:
         pool.close(_GRACE_S)
     return [results[number] for number in range(len(items))]
+
+
+def run_parallel(jobs: Sequence[Callable[[], None]], deadline_s: float) -> None:
+    """Run all of `jobs` in parallel; return when they are done, or after `deadline_s` seconds.
+
+    The threads are daemons: a thread that hangs in a system call must not prevent the process from exiting. Exceptions
+    of jobs are suppressed; a missing result shows the failure.
+    """
+    end = time.monotonic() + deadline_s
+
+    def quietly(job: Callable[[], None]) -> None:
+        with suppress(Exception):
+            job()
+
+    threads = [threading.Thread(target=quietly, args=(job,), daemon=True) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))

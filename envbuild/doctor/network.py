@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 from envbuild.base.errors import HostError
 from envbuild.base.masking import redact
+from envbuild.base.workers import run_parallel
 from envbuild.doctor.probe import (
     PATIENCE_S,
     Host,
@@ -28,7 +29,6 @@ from envbuild.doctor.probe import (
     find,
     first_line,
     read_text,
-    run_parallel,
     run_probe,
 )
 from envbuild.environment import Environment

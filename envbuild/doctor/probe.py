@@ -7,8 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +15,7 @@ from typing import Any, Literal
 
 from envbuild.base.errors import EnvbuildError
 from envbuild.base.masking import redact
+from envbuild.base.workers import run_parallel
 from envbuild.environment import Environment
 
 Status = Literal["ok", "info", "warn", "fail"]
@@ -93,25 +92,6 @@ def run_checks(
         late = [] if number in ended else [HostFinding(check.name, "warn", text, hint, {"timeout": True})]
         results.append((check, [*findings[number], *late]))
     return results
-
-
-def run_parallel(jobs: Sequence[Callable[[], None]], deadline_s: float) -> None:
-    """Run all of `jobs` in parallel; return when they are done, or after `deadline_s` seconds.
-
-    The threads are daemons: a thread that hangs in a system call must not prevent the process from exiting. Exceptions
-    of jobs are suppressed; a missing result shows the failure.
-    """
-    end = time.monotonic() + deadline_s
-
-    def quietly(job: Callable[[], None]) -> None:
-        with contextlib.suppress(Exception):
-            job()
-
-    threads = [threading.Thread(target=quietly, args=(job,), daemon=True) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
 
 
 def facts_of(results: Sequence[tuple[HostProbe, Sequence[HostFinding]]]) -> Mapping[str, HostFinding]:

@@ -16,10 +16,11 @@ from envbuild.base.errors import EnvbuildError
 from envbuild.base.libraries import inventory
 from envbuild.base.masking import redact
 from envbuild.base.toml import toml_value
+from envbuild.base.workers import run_parallel
 from envbuild.data.schedulers import TITLES, listed
 from envbuild.doctor import batch, machine, network
 from envbuild.doctor.batch import contradictions, elsewhere, judge_scheduler, missing, on_site
-from envbuild.doctor.probe import Host, HostFinding, HostProbe, find, first_line, run_checks, run_parallel, run_probe
+from envbuild.doctor.probe import Host, HostFinding, HostProbe, find, first_line, run_checks, run_probe
 from envbuild.doctor.tools import has_module, module_init
 from envbuild.environment import Environment
 from envbuild.fabrics import load_fabrics

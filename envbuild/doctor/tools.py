@@ -13,8 +13,9 @@ from functools import partial
 
 import envbuild
 from envbuild.base.errors import EnvbuildError, HostError
+from envbuild.base.workers import run_parallel
 from envbuild.data import load_table
-from envbuild.doctor.probe import PATIENCE_S, Host, HostFinding, Status, find, first_line, run_parallel, run_probe
+from envbuild.doctor.probe import PATIENCE_S, Host, HostFinding, Status, find, first_line, run_probe
 from envbuild.pythons import OfferedPython, choose_python, installed_pythons
 from envbuild.recipe.model import PYTHONS
 from envbuild.site.settings import site_files
