@@ -17,9 +17,9 @@ from envbuild.cli.common import PATH, attested_images, check_out, hand_over, nex
 from envbuild.contract.kinds import kinds_of
 from envbuild.data.schedulers import LAUNCHER_NAMES, SCHEDULER_NAMES
 from envbuild.environment import own_command
-from envbuild.jobs.model import JobPlan, JobRequest, Strategy
+from envbuild.jobs.model import JobInputs, JobPlan, JobRequest, Strategy
 from envbuild.recipe.targets import host_arch
-from envbuild.site.settings import load_site
+from envbuild.site.settings import Site, load_site
 
 _COUNT = click.IntRange(1, 100_000)
 _launcher_option = click.option(
@@ -44,6 +44,17 @@ class _WithScript(click.Command):
                 "put -- before arguments of the training script: "
                 f"envbuild job … --script TRAIN.py -- {error.option_name} …",
             ) from None
+
+
+def _opened(named: str | None, target: str | None, kinds: tuple[str, ...], site: Site, **how: Any) -> JobInputs:
+    """Return the artifact of a job at `site`, which trusts it and whose GPUs it has code for; see open_artifact."""
+    from envbuild.job_inputs import check_gpus, check_trust, open_artifact
+
+    folders = site.recipe_folders
+    opened = open_artifact(named, kinds, target, shared=site.paths.shared, locked=True, site_folders=folders, **how)
+    check_trust(opened, site.trust)
+    check_gpus(opened, site)
+    return opened
 
 
 def explained(plan: JobPlan) -> list[tuple[str, str, str]]:
@@ -141,7 +152,7 @@ def job_command(
       envbuild job pt_cpu --site slurm-modules --nodes 64 --exclude-slow --submit
     """
     from envbuild.contract.receipt import is_quick
-    from envbuild.job_inputs import check_gpus, check_trust, full_hint, open_artifact
+    from envbuild.job_inputs import full_hint
     from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
     from envbuild.jobs.plan_checks import possible_faults
     from envbuild.jobs.schedulers import render
@@ -154,20 +165,8 @@ def job_command(
     nobody = request.scheduler is None and where.scheduler.kind == "none"
     # Without a scheduler, the job runs on this host, without a docker daemon.
     kinds = kinds_of("folder", "file") if nobody else wanted_kinds(scheduler_of(request, where), where)
-    opened = open_artifact(
-        named,
-        kinds,
-        target,
-        shared=where.paths.shared,
-        unverified=unverified,
-        exact=exact,
-        fetch=attested_images(where),
-        locked=True,
-        site_folders=where.recipe_folders,
-        quick=not submit,
-    )
-    check_trust(opened, where.trust)
-    check_gpus(opened, where)
+    how = {"unverified": unverified, "exact": exact, "fetch": attested_images(where), "quick": not submit}
+    opened = _opened(named, target, kinds, where, **how)
     if nobody:
         raise no_scheduler_error(request, opened, where)
     plan = plan_job(request, opened, where)
@@ -232,7 +231,6 @@ def preflight_command(
       envbuild preflight /fsx/pt.sqsh --site aws-parallelcluster --speed
       envbuild preflight build/pt_cpu/cpu-x86_64/venv --host n1,n2
     """
-    from envbuild.job_inputs import check_gpus, check_trust, open_artifact
     from envbuild.jobs.plan import plan_job, wanted_kinds
     from envbuild.jobs.submit import NAME, alone, find_allocation, run_now
 
@@ -250,19 +248,7 @@ def preflight_command(
         **options,
     )
     kinds = wanted_kinds(allocation.scheduler, where)
-    opened = open_artifact(
-        named,
-        kinds,
-        target,
-        shared=where.paths.shared,
-        unverified=unverified,
-        exact=exact,
-        locked=True,
-        site_folders=where.recipe_folders,
-        quick=True,
-    )
-    check_trust(opened, where.trust)
-    check_gpus(opened, where)
+    opened = _opened(named, target, kinds, where, unverified=unverified, exact=exact, quick=True)
     plan = alone(plan_job(request, opened, where))
     code = run_now(plan, allocation, os.environ)
     if code == VerificationError.exit_code:
