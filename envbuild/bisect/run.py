@@ -254,17 +254,11 @@ class Bisected:
     def as_json(self) -> dict[str, Any]:
         """Return the object that `--json` prints."""
 
-        def row(judgement_row: Judgement | None) -> dict[str, Any] | None:
-            return (
-                None
-                if judgement_row is None
-                else {
-                    "moved": judgement_row.moved,
-                    "state": judgement_row.state.value,
-                    "evidence": judgement_row.evidence,
-                    "seconds": round(judgement_row.seconds, 3),
-                }
-            )
+        def row(test: Judgement | None) -> dict[str, Any] | None:
+            if test is None:
+                return None
+            measured = {"evidence": test.evidence, "seconds": round(test.seconds, 3)}
+            return {"moved": test.moved, "state": test.state.value, **measured}
 
         named = [
             [

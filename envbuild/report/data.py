@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from envbuild.base.toml import list_at, table_at, value_at
 from envbuild.compat.rows import CompatFinding
 from envbuild.inspect.compare import Change
 
@@ -58,9 +59,7 @@ class ReportEntry:
 
 def part(value: Any, place: str) -> Any:
     """Return the part `a.b` of an object, None if it is missing."""
-    for name in place.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
+    return value_at(value, *place.split("."))
 
 
 def text_of(value: Any, place: str = "") -> str:
@@ -108,8 +107,7 @@ def checks_of(receipt: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def evidence(receipt: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return the evidence of a check, {} without it."""
-    content = next((row.get("evidence") for row in checks_of(receipt) if row.get("name") == name), None)
-    return content if isinstance(content, Mapping) else {}
+    return table_at(next((row for row in checks_of(receipt) if row.get("name") == name), {}), "evidence")
 
 
 def counts(receipt: Mapping[str, Any]) -> dict[str, int]:
@@ -135,12 +133,9 @@ def moment(receipt: Mapping[str, Any]) -> datetime | None:
 
 def packages_of(receipt: Mapping[str, Any]) -> dict[str, str]:
     """Return name → version of the packages in a receipt; the version is "" if the receipt has only names."""
-    named = receipt.get("packages")
-    packages = {name: "" for name in named if isinstance(name, str)} if isinstance(named, list) else {}
-    versions = evidence(receipt, "installed").get("packages")
-    return packages | {
-        str(name): text_of(version) for name, version in (versions if isinstance(versions, Mapping) else {}).items()
-    }
+    packages = {name: "" for name in list_at(receipt, "packages") if isinstance(name, str)}
+    versions = table_at(evidence(receipt, "installed"), "packages")
+    return packages | {str(name): text_of(version) for name, version in versions.items()}
 
 
 def step_seconds(receipt: Mapping[str, Any]) -> float | None:

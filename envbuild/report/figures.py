@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envbuild.base.text import human_size
+from envbuild.base.toml import table_at
 from envbuild.report.data import (
     ReportEntry,
     SizedPackage,
@@ -429,13 +430,12 @@ def libraries(entry: ReportEntry) -> Html | None:
     """Return the libraries that the ranks loaded, and the needs of the artifact's libraries."""
     loaded, linkage = evidence(entry.receipt, "libraries"), evidence(entry.receipt, "linkage")
     versions = evidence(entry.receipt, "versions")
-    base = linkage.get("base")
     rows = [
         ("Interpreter", text_of(versions, "executable")),
         ("torch", text_of(versions, "torch_file")),
         ("Backend", text_of(versions, "backend")),
     ]
-    needs = {name: value for name, value in base.items() if text_of(value)} if isinstance(base, Mapping) else {}
+    needs = {name: value for name, value in table_at(linkage, "base").items() if text_of(value)}
     if needs:
         rows.append(("Needs at least", ", ".join(f"{name} {text_of(value)}" for name, value in needs.items())))
     own = part(entry.receipt, "layers")

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from envbuild.base.toml import table_at
 from envbuild.inspect.compare import Change
 from envbuild.report.data import (
     BLOCKED,
@@ -362,8 +363,7 @@ def provenance(entry: ReportEntry, shared: Shared) -> Html:
     receipt = entry.receipt
     groups: list[Html] = []
     for title, place in (("Versions", "versions"), ("Host", "host"), ("Settings", "settings"), ("Own code", "project")):
-        content = part(receipt, place)
-        if isinstance(content, Mapping) and content:
+        if content := table_at(receipt, place):
             groups.append(folded(title, evidence_html(content)))
     digests = [(name, h("code", text_of(receipt, place))) for name, place in _DIGESTS if text_of(receipt, place)]
     own = {
@@ -379,8 +379,8 @@ def provenance(entry: ReportEntry, shared: Shared) -> Html:
 
 def performance(entry: ReportEntry) -> Html | None:
     """Return the measurements of the receipt, if it has some."""
-    content = entry.receipt.get("performance")
-    if not isinstance(content, Mapping) or not content:
+    content = table_at(entry.receipt, "performance")
+    if not content:
         return None
     numbers = {name: number_of(content, name) for name in METRICS}
     known = [(METRICS[name].title, METRICS[name].show(value)) for name, value in numbers.items() if value is not None]
@@ -390,8 +390,8 @@ def performance(entry: ReportEntry) -> Html | None:
 
 def slim(entry: ReportEntry) -> Html | None:
     """Return the parts that [slim] of the recipe removed from wheels."""
-    content = entry.receipt.get("slim")
-    if not isinstance(content, Mapping) or not content:
+    content = table_at(entry.receipt, "slim")
+    if not content:
         return None
     return joined(
         h("p", "The wheels of this artifact are without code or files that it never uses, by these rules:"),

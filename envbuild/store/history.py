@@ -41,16 +41,12 @@ def _time(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.1f} ms"
 
 
-def _size(value: float) -> str:
-    return human_size(int(value))
-
-
 METRICS = {
     "step_s": Metric("one step", _time),
     "import_s": Metric("import of torch", _time),
     "startup_s": Metric("start-up", _time),
-    "peak_memory_bytes": Metric("peak memory", _size),
-    "peak_gpu_memory_bytes": Metric("peak GPU memory", _size),
+    "peak_memory_bytes": Metric("peak memory", human_size),
+    "peak_gpu_memory_bytes": Metric("peak GPU memory", human_size),
     "busbw_gbs": Metric("all-reduce bandwidth", lambda value: f"{value:.2f} GB/s"),
 }
 
