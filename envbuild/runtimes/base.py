@@ -139,15 +139,6 @@ private() {
 """
 
 
-# Waits until the child process of a node's script has ended, whatever signals come; `code` is its exit code.
-WAIT = r"""code=0
-wait "$child" || code=$?
-while kill -0 "$child" 2>/dev/null; do # a signal ended the wait: wait again
-    code=0
-    wait "$child" || code=$?
-done"""
-
-
 class Devices(Protocol):
     """The accelerator of an image's programs, as runtimes see it: a row of recipe/targets.py."""
 

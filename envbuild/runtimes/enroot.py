@@ -12,7 +12,6 @@ from envbuild.base.errors import UsageError
 from envbuild.runtimes.base import (
     NAME_PREFIX,
     PRIVATE,
-    WAIT,
     HostProgram,
     HostStart,
     NodeContainer,
@@ -43,7 +42,12 @@ fi
 ) &
 child=$!
 trap 'kill -TERM "$child" 2>/dev/null' TERM INT HUP
-@WAIT@
+code=0
+wait "$child" || code=$?
+while kill -0 "$child" 2>/dev/null; do # a signal ended the wait: wait again
+    code=0
+    wait "$child" || code=$?
+done
 [ -z "$created" ] || timeout 60 enroot remove --force "$created" || true
 rmdir @FOLDERS@ 2>/dev/null || true # only empty folders
 exit "$code"
@@ -122,7 +126,6 @@ def _start(container: NodeContainer, program: str) -> str:
         image="" if container.staged else f"image={container.image} ",
         options=" \\\n        ".join(options),
         program=program,
-        wait=WAIT,
         folders=" ".join(folders),
     )
 

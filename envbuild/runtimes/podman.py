@@ -11,11 +11,11 @@ Interface (`--device nvidia.com/gpu=all`); NERSC/podman-hpc 1.1.4.
 from __future__ import annotations
 
 import textwrap
+from functools import partial
 
 from envbuild.data import load_table
 from envbuild.runtimes.base import (
     PRIVATE,
-    WAIT,
     HostProgram,
     HostStart,
     NodeContainer,
@@ -27,14 +27,15 @@ from envbuild.runtimes.base import (
 )
 
 # The job alone uses this storage: nothing of it is shared with the user's other containers.
-_COMMAND = (
-    'podman --log-level=error --root "$disk/storage" --runroot "$job/run" --tmpdir "$job/tmp" \\\n'
-    "        --cgroup-manager=cgroupfs --events-backend=none"
+_OWN = (
+    'podman --log-level=error --root "$disk/storage" --runroot "$job/run" --cgroup-manager=cgroupfs \\\n'
+    "        --events-backend=none"
 )
+_HPC = "podman-hpc --log-level=error"  # it has the site's storage, and adds its own options
 _CLEAN = r"""# clean FOLDER [wait]: ends a job's container and removes its folder; with `wait`, after the job's script.
 trap '' TERM INT HUP
 cd /
-job=$1 XDG_RUNTIME_DIR=$1
+job=$1 XDG_RUNTIME_DIR=$1 container=envbuild-${1##*/}
 export XDG_RUNTIME_DIR
 [ -z "${2-}" ] || cat "$job/alive" >/dev/null
 [ -d "$job" ] || exit 0
@@ -42,13 +43,15 @@ read -r disk <"$job/disk"
 podman() {
     command @COMMAND@ "$@"
 }
-podman kill --all --signal URG # ddp_train.launch tells the ranks to save their state
-podman stop --all --time 20
-podman rm --all --force
-podman unshare rm -rf "$disk/storage"
-kill "$(cat "$job/tmp/pause.pid")" # it holds podman's user namespace
+podman ps || podman system migrate # after SIGKILL of all its processes, podman refuses other commands
+podman kill --signal URG "$container" # ddp_train.launch tells the ranks to save their state
+podman stop --time 20 "$container"
+podman rm --force "$container"
+@STORAGE@rm -rf "$disk" "$job"
+"""
+_STORAGE = r"""podman unshare rm -rf "$disk/storage"
+kill "$(cat "$job/libpod/tmp/pause.pid")" # it holds podman's user namespace
 for tool in fusermount3 fusermount; do "$tool" -u "$disk/image" && break; done
-rm -rf "$disk" "$job"
 """
 _NODE = r"""@PRIVATE@# podman's storage and sockets are in folders of this job's. The job holds their lock.
 state=/tmp/envbuild-podman-$(id -u) # podman takes no path of sockets with more than 50 characters
@@ -69,19 +72,19 @@ exec 8>&-
 mkfifo "$job/alive"
 exec 7<>"$job/alive" # open as long as this script lives
 (setsid sh "$job/clean" "$job" wait 7>&- >/dev/null 2>&1 </dev/null &)
-XDG_RUNTIME_DIR=$job
+XDG_RUNTIME_DIR=$job container=envbuild-${job##*/}
 export XDG_RUNTIME_DIR
 podman() {
     command @COMMAND@ "$@" 7>&- 9>&-
 }
 @OPEN@# Slurm may signal every process of a step: the container runs detached, with this script's output, and its
 # program ddp_train.launch gets the signal that tells the ranks to save their state.
-trap 'podman kill --signal URG job >/dev/null 2>&1 || true' TERM INT HUP URG
+trap 'podman kill --signal URG "$container" >/dev/null 2>&1 || true' TERM INT HUP URG
 podman @RUN@ \
     @IMAGE@ \
     @PROGRAM@ "$@" || stop 'podman cannot start the container, see above'
 until [ -s "$job/code" ] || [ ! -d "$job" ]; do # a signal ends a wait
-    (exec 7>&- 9>&- && podman wait job >>"$job/code" 2>/dev/null) &
+    (exec 7>&- 9>&- && podman wait "$container" >>"$job/code" 2>/dev/null) &
     wait "$!" || true
 done
 read -r code <"$job/code" || code=1
@@ -105,19 +108,6 @@ _NAMES = r"""env | sed -n 's/=.*//p' | grep -xE '@PASSED@' |
     grep -vxE '@KEPT@' >"$job/variables" || true
 """
 _WIDTH = 104
-# podman-hpc has the site's storage, and its own options. Nothing was run with it.
-_HPC = r"""command -v podman-hpc >/dev/null || stop 'there is no podman-hpc on this node'
-job=$(mktemp -d)
-container=envbuild-${ENVBUILD_RUN##*/}-$restarts-$name-$$
-@VARIABLES@podman-hpc @RUN@ \
-    @IMAGE@ \
-    @PROGRAM@ "$@" &
-child=$!
-trap 'podman-hpc kill --signal URG "$container" >/dev/null 2>&1 || true' TERM INT HUP URG
-@WAIT@
-rm -r "$job"
-exit "$code"
-"""
 
 
 def _run_words(container: NodeContainer, *how: str) -> str:
@@ -146,11 +136,17 @@ def _variables() -> str:
     return fill(_NAMES, passed="\n".join(lines), kept="|".join(table["image"]["kept_out"]))
 
 
-def _start(container: NodeContainer, program: str) -> str:
-    """Return lines of the node's shell script that run `program` in podman with the script's arguments."""
-    how = ["--detach", "--name=job", "--log-driver=passthrough"]
+def _start(container: NodeContainer, program: str, command: str = _OWN) -> str:
+    """Return lines of the node's shell script that run `program` in podman with the script's arguments.
+
+    `command` is the command line of podman, or podman-hpc for images that `podman-hpc pull` or `migrate` squashed.
+    """
+    how = ["--detach", '--name="$container"', "--log-driver=passthrough"]
     name, at, digest = container.path.partition("@")
-    if at:
+    own = command == _OWN
+    if not own:
+        opened, image = "", container.image
+    elif at:
         layout = name.startswith("oci:")
         opened = fill(_PULLED, image=path_word(name if layout else container.path, "the image"), name=word(name))
         opened += fill(_OF_LAYOUT, digest=digest, name=word(name)) if layout else ""
@@ -164,19 +160,13 @@ def _start(container: NodeContainer, program: str) -> str:
         _NODE,
         private=fill(PRIVATE, name="podman"),
         disk=f'$(mktemp -d {scratch}/envbuild-podman-"$(id -u)"-XXXXXX)' if container.scratch else "$job",
-        clean=fill(_CLEAN, command=_COMMAND),
-        command=_COMMAND,
+        clean=fill(_CLEAN, command=command, storage=_STORAGE if own else ""),
+        command=command,
         open=f"{_variables()}{opened}",
         run=_run_words(container, *how),
         image=image,
         program=program,
     )
-
-
-def _start_hpc(container: NodeContainer, program: str) -> str:
-    """Return lines that run `program` in an image that `podman-hpc pull` or `migrate` squashed, by its name."""
-    run = _run_words(container, "--rm", '--name="$container"', "--sig-proxy=false")
-    return fill(_HPC, variables=_variables(), run=run, image=container.image, program=program, wait=WAIT)
 
 
 def _command(started: HostProgram) -> tuple[list[str], dict[str, str]]:
@@ -204,4 +194,4 @@ PODMAN = Runtime(
         splits=":",
     ),
 )
-PODMAN_HPC = Runtime(kinds=("docker",), start=_start_hpc)
+PODMAN_HPC = Runtime(kinds=("docker",), start=partial(_start, command=_HPC))

@@ -321,7 +321,7 @@ def test_a_script_is_short_enough_to_be_read(name: str) -> None:
     more |= {
         "slurm-exclude-slow": 20,
         "slurm-podman": 85,
-        "slurm-podman-hpc": 30,
+        "slurm-podman-hpc": 70,
         "slurm-stage-podman": 110,
         "slurm-stage": 5,
         "slurm-stage-venv": 10,
