@@ -165,13 +165,13 @@ _DPKG = "var/lib/dpkg"
 Made = Iterator[tuple[Entry, bytes | None]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class InstalledPackage:
-    """Unpacked package: its paths as in the package, and path → MD5 of its conffiles."""
+    """Unpacked package: its paths as in the package, and path → MD5 of its conffiles, as far as they are read."""
 
     control: Control
-    listing: tuple[str, ...]
-    conffiles: Mapping[str, str]
+    listing: list[str] = field(default_factory=list)
+    conffiles: dict[str, str] = field(default_factory=dict)
 
 
 def made(rules: TreeRules, sources: Mapping[str, bytes], seen: Collection[str], mtime: int) -> Made:
@@ -297,11 +297,10 @@ def debian_tree(debs: Sequence[tuple[LockedDeb, Path]], mtime: int) -> Tree:
                 f"{path}: holds {deb.name} {has[0]} ({has[1]}), but the lock names {deb}",
                 "remove the file and fetch it again",
             )
-        merge.name, merge.listing, merge.conffiles = deb.name, [], {}
-        merge.expected = frozenset(control.conffiles)
+        merge.name, merge.package = deb.name, InstalledPackage(control)
         for entry, content in read_data(path, deb.name):
             yield from merge.item(entry, content)
-        installed.append(InstalledPackage(control, tuple(merge.listing), dict(merge.conffiles)))
+        installed.append(merge.package)
     files = made(merge.rules, merge.sources, frozenset(merge.seen), mtime)
     for entry, data in [*files, *database(installed)]:
         yield from merge.own(entry, data)
@@ -319,8 +318,7 @@ def merged(path: str) -> str:
 class _Merge:
     """State of the conversion.
 
-    `seen` maps each path in the tree to its kind and package. The others describe the current package: its `name`, its
-    paths (`listing`), the MD5 of the `conffiles` read so far, and the paths of all its conffiles (`expected`).
+    `seen` maps each path in the tree to its kind and package. `name` is the current package's, or envbuild.
     """
 
     rules: TreeRules
@@ -328,13 +326,11 @@ class _Merge:
     seen: dict[str, tuple[str, str]] = field(default_factory=dict)
     sources: dict[str, bytes] = field(default_factory=dict)
     name: str = ""
-    listing: list[str] = field(default_factory=list)
-    conffiles: dict[str, str] = field(default_factory=dict)
-    expected: frozenset[str] = frozenset()
+    package: InstalledPackage = field(init=False)
 
     def item(self, entry: Entry, content: Readable | None) -> Tree:
         """Yield the items for an entry of the current package, with missing parents."""
-        self.listing.append(entry.path)
+        self.package.listing.append(entry.path)
         if not entry.path:
             return
         if entry.path in _ALIASES:
@@ -398,7 +394,7 @@ class _Merge:
 
     def _remembered(self, entry: Entry, path: str, content: Readable) -> Readable:
         """Return the unread content; keep a copy of it if other files are generated from it."""
-        source, conffile = SOURCES.fullmatch(path), entry.path in self.expected
+        source, conffile = SOURCES.fullmatch(path), entry.path in self.package.control.conffiles
         if not (source or conffile):
             return content
         if entry.size > _MAX_SOURCE:
@@ -407,5 +403,5 @@ class _Merge:
         if source:
             self.sources[path] = data
         if conffile:
-            self.conffiles[entry.path] = hashlib.md5(data, usedforsecurity=False).hexdigest()
+            self.package.conffiles[entry.path] = hashlib.md5(data, usedforsecurity=False).hexdigest()
         return io.BytesIO(data)
