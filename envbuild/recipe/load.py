@@ -16,16 +16,7 @@ from envbuild.base.toml import Document, Problem, decode, nearest, read
 from envbuild.contract.verification import VerifySettings
 from envbuild.recipe import model
 from envbuild.recipe.checks import references, requirement_parts
-from envbuild.recipe.model import (
-    BuildTable,
-    SlimTable,
-    build_mistakes,
-    layer_kind,
-    layer_mistakes,
-    requirement_entries,
-    slim_mistakes,
-    verify_mistakes,
-)
+from envbuild.recipe.model import BuildTable, SlimTable, layer_kind, requirement_entries
 from envbuild.recipe.project import OwnCode, declared_code, declared_requirements
 from envbuild.recipe.targets import Target, host_arch, target_problem
 
@@ -249,19 +240,7 @@ def load_recipe(path: Path) -> LoadedRecipe:
 
 def decode_recipe(document: Document) -> LoadedRecipe:
     """Return the recipe in `document`, whose file may not exist yet. Raises RecipeError as `load_recipe`."""
-    checks = (
-        build_mistakes,
-        model.duplicate_requirements,
-        model.override_mistakes,
-        model.index_mistakes,
-        model.image_mistakes,
-        model.conda_mistakes,
-        model.gpu_mistakes,
-        slim_mistakes,
-        layer_mistakes,
-        verify_mistakes,
-        _wrong_folder,
-    )
+    checks = (*model.MISTAKES, _wrong_folder)
     recipe = decode(
         document, model.Recipe, check=lambda checked: [problem for check in checks for problem in check(checked)]
     )

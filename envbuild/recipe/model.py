@@ -573,6 +573,21 @@ def verify_mistakes(document: Document) -> Iterator[Problem]:
             yield ("verify", "expect", name), f"{name!r} in [verify.expect] needs `metric`"
 
 
+# Checks that concern several keys at once; the data may have other mistakes.
+MISTAKES = (
+    build_mistakes,
+    duplicate_requirements,
+    override_mistakes,
+    index_mistakes,
+    image_mistakes,
+    conda_mistakes,
+    gpu_mistakes,
+    slim_mistakes,
+    layer_mistakes,
+    verify_mistakes,
+)
+
+
 if __name__ == "__main__":  # the JSON schema for editors
     import json
 
