@@ -17,7 +17,7 @@ import tomlkit
 
 from envbuild.base.atomic import write_beside
 from envbuild.base.errors import UsageError
-from envbuild.base.toml import Keys, Scanner, parse_toml, read, table_text
+from envbuild.base.toml import Keys, Scanner, parse_toml, read, table_text, value_at
 
 
 def set_value(text: str, keys: Keys, value: Any) -> str:
@@ -73,8 +73,8 @@ def _set(text: str, keys: Keys, value: Any) -> str:
             array[key] = value
         return document.as_string()
     scanner, data = Scanner(text), parse_toml(text)
-    if not _has(data, above):
-        parent = next(above[:end] for end in range(len(above), -1, -1) if _has(data, above[:end]))
+    if value_at(data, *above) is None:
+        parent = next(above[:end] for end in range(len(above), -1, -1) if value_at(data, *above[:end]) is not None)
         for name in reversed(above[len(parent) :]):
             value, key = {key: value}, name
         above = list(parent)
@@ -107,14 +107,6 @@ def _at(value: Any, keys: Iterable[str | int]) -> Any:
     for key in keys:
         value = value[key]
     return value
-
-
-def _has(value: Any, keys: Iterable[str | int]) -> bool:
-    for key in keys:
-        if key not in value:
-            return False
-        value = value[key]
-    return True
 
 
 def _put(data: Any, keys: Keys, value: Any) -> None:

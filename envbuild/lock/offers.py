@@ -112,10 +112,6 @@ class ProjectRelease:
     def __str__(self) -> str:
         return f"{self.version} ({self.uploaded:%Y-%m-%d})" if self.uploaded else f"{self.version}"
 
-    def accepts(self, python: str) -> bool:
-        """Return whether the `requires_python` of any file allows `python` (3.11)."""
-        return any(_accepts(file.requires_python, python) for file in self.files)
-
     def fits(self, python: str, platform: str) -> bool:
         """Return whether any wheel installs on `python` and `platform` (x86_64-manylinux_2_28)."""
         tags = tag_set(python, platform)
@@ -388,7 +384,8 @@ def allowed_releases(
     fitting = [
         release
         for release in releases
-        if release.accepts(python) and specifier.contains(release.version, prereleases=True)
+        if any(_accepts(file.requires_python, python) for file in release.files)
+        and specifier.contains(release.version, prereleases=True)
     ]
     final = [] if specifier.prereleases else [release for release in fitting if not release.version.is_prerelease]
     return final or fitting

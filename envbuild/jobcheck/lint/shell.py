@@ -74,6 +74,11 @@ class Reader:
         self.at += size
         return piece
 
+    def take_until(self, end: str) -> str:
+        """Skip and return the text before the next `end`, else all that is left."""
+        at = self.text.find(end, self.at)
+        return self.take((len(self.text) if at < 0 else at) - self.at)
+
     def closing(self, opening: str, closing: str, deep: int = 0) -> str:
         """Return the text up to the `closing` that matches the `opening` before this position, and skip past it."""
         start, depth, begun = self.at, 1, self.line
@@ -84,8 +89,7 @@ class Reader:
                 continue
             if here == "'" and opening not in '"`':
                 self.take()
-                while self.at < len(self.text) and self.text[self.at] != "'":
-                    self.take()
+                self.take_until("'")
             elif here == '"' and opening not in '"`':
                 self.take()
                 while self.at < len(self.text) and self.text[self.at] != '"':
@@ -145,8 +149,7 @@ def simple_command(
             reader.take(2)
         elif here == "#":
             reader.comments.add(reader.line)
-            while reader.at < len(reader.text) and reader.text[reader.at] != "\n":
-                reader.take()
+            reader.take_until("\n")
         elif match := _HEREDOC.match(reader.text, reader.at):
             reader.take(match.end() - match.start())
             reader.pending.append((match[3], bool(match[2]), bool(match[1])))
@@ -183,9 +186,7 @@ def _bodies(reader: Reader, subs: list[tuple[int, str]]) -> list[tuple[int, str,
     for name, literal, tabs in reader.pending:
         begun, lines = reader.line, []
         while reader.at < len(reader.text):
-            end = reader.text.find("\n", reader.at)
-            end = len(reader.text) if end < 0 else end + 1
-            line = reader.take(end - reader.at)
+            line = reader.take_until("\n") + reader.take()
             if (line.lstrip("\t") if tabs else line).rstrip("\n") == name:
                 break
             lines.append(line)
@@ -215,8 +216,7 @@ def _word(reader: Reader, subs: list[tuple[int, str]]) -> tuple[str, bool]:
         if here == "'":
             begun = reader.line
             reader.take()
-            end = reader.text.find("'", reader.at)
-            out.append(reader.take((end if end >= 0 else len(reader.text)) - reader.at))
+            out.append(reader.take_until("'"))
             reader.ends("'", begun)
             quoted = True
         elif here == '"':
@@ -303,8 +303,7 @@ def _array(reader: Reader, subs: list[tuple[int, str]]) -> list[str]:
         if here in " \t\n" or reader.text.startswith("\\\n", reader.at):
             reader.take(2 if here == "\\" else 1)
         elif here == "#":
-            while reader.at < len(reader.text) and reader.text[reader.at] != "\n":
-                reader.take()
+            reader.take_until("\n")
         elif here in "(;|&<>":
             reader.take()
         else:
