@@ -19,10 +19,11 @@ class Readable(Protocol):
 
 def read_fully(content: Readable, size: int) -> bytes:
     """Return `size` bytes of `content`, fewer only at its end: a single read may return less than is available."""
-    pieces = []
-    while size > 0 and (piece := content.read(size)):
+    pieces = [content.read(size)]
+    left = size - len(pieces[0])
+    while left > 0 and (piece := content.read(left)):
         pieces.append(piece)
-        size -= len(piece)
+        left -= len(piece)
     return b"".join(pieces)
 
 
