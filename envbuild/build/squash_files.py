@@ -10,7 +10,7 @@ import hashlib
 import io
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,7 +94,8 @@ def composed(
 
         def add(title: str, items: Sequence[Addition]) -> None:
             readable = ((of_entry(e), None if data is None else io.BytesIO(data)) for e, data in items)
-            segment = write_segment(readable, _temporary(cache, stack), cache.codec, 1)
+            _, path = stack.enter_context(new_file(cache.store.folder("segments"), ".new-"))
+            segment = write_segment(readable, path, cache.codec, 1)
             merging.add(title, segment.members)
             segments.append(segment)
 
@@ -102,7 +103,7 @@ def composed(
         entries, digest = list(_normalised(merging.entries())), ""
         if merging.has(FILE_NAME):
             # The one in the last layer is of the layers, and not of this tree.
-            text = render(SQUASHFS, _rows_of((entry.entry, _sha256(entry, segments)) for entry in entries))
+            text = render(SQUASHFS, _rows_of(entries, segments))
             digest, made = digest_of(text), Entry(FILE_NAME, FILE, 0o644, len(text), mtime=mtime)
             add("the manifest", [(made, text)])
             # All other entries stay as they are, so the tree is not walked again.
@@ -115,23 +116,17 @@ def composed(
         yield SquashTree(entries, segments, choice, cache, config, definition, arch, mtime, size, digest)
 
 
-def _temporary(cache: SegmentCache, stack: ExitStack) -> Path:
-    return stack.enter_context(new_file(cache.store.folder("segments"), ".new-"))[1]
-
-
-def _rows_of(entries: Iterable[tuple[Entry, str]]) -> dict[str, PathRow]:
+def _rows_of(entries: Sequence[MergedEntry], segments: Sequence[Segment]) -> dict[str, PathRow]:
     """Return the rows of a tree, in which hard links follow their files and every file has its sha256."""
     rows: dict[str, PathRow] = {}
-    for entry, sha256 in entries:
+    for merged in entries:
+        entry = merged.entry
         if entry.kind == HARDLINK and (first := rows.get(entry.target)):
             rows[entry.path] = first
         elif entry.path:
+            sha256 = segments[merged.layer].members[merged.member].sha256 if entry.kind == FILE else ""
             rows[entry.path] = row_of(entry, sha256, entry.target)
     return rows
-
-
-def _sha256(merged: MergedEntry, segments: Sequence[Segment]) -> str:
-    return segments[merged.layer].members[merged.member].sha256 if merged.entry.kind == FILE else ""
 
 
 def _normalised(entries: Mapping[str, MergedEntry]) -> Iterator[MergedEntry]:

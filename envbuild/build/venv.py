@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -48,7 +47,10 @@ def build(folder_build: FolderBuild) -> State:
         process.stop([creating])
         raise
     if creating.returncode != 0:
-        raise _failure(creating, folder_build, stderr.decode(errors="replace").strip())
+        status, output = creating.returncode, stderr.decode(errors="replace").strip()
+        raise BuildError(
+            f"{folder_build.final}: uv venv failed ({process.ending(status)}):\n  {output}", uv_hint(output, status)
+        )
     options = ["--compile-bytecode"] if plan.compile_bytecode else []
     folder.install_wheels(folder_build, located, own, *options)
     locked = folder.locked_files([*located, *own], plan.python, staged)
@@ -68,11 +70,3 @@ def launch_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:
     result["VIRTUAL_ENV"] = os.fspath(path.absolute())
     result["PATH"] = f"{path.absolute() / 'bin'}{os.pathsep}{env.get('PATH', os.defpath)}"
     return result
-
-
-def _failure(creating: subprocess.Popen[bytes], folder_build: FolderBuild, output: str) -> BuildError:
-    """Return the error for a failed `uv venv`, with its output `output`."""
-    status = creating.returncode
-    return BuildError(
-        f"{folder_build.final}: uv venv failed ({process.ending(status)}):\n  {output}", uv_hint(output, status)
-    )

@@ -14,12 +14,16 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from io import BytesIO
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from envbuild.base.errors import BuildError
 from envbuild.base.packages import digest_of
 from envbuild.contract.installed import FileReport
 from envbuild.contract.state import PREFIX
+
+if TYPE_CHECKING:
+    from envbuild.image.entry import Entry
+    from envbuild.image.tar import Member
 
 FILE_NAME = f"{PREFIX}/envbuild-image.manifest"
 OCI, SQUASHFS = "oci", "squashfs"
@@ -77,26 +81,7 @@ class FileManifest:
     digest: str
 
 
-class Described(Protocol):
-    """A path with its metadata, as layers and squashfs images have it (image/)."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def mode(self) -> int: ...
-    @property
-    def uid(self) -> int: ...
-    @property
-    def gid(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def device(self) -> tuple[int, int]: ...
-    @property
-    def xattrs(self) -> tuple[tuple[str, bytes], ...]: ...
-
-
-def row_of(path: Described, sha256: str, target: str) -> PathRow:
+def row_of(path: Entry | Member, sha256: str, target: str) -> PathRow:
     """Return the row of a path that is no hard link; `sha256` is a file's digest, `target` the text of a link."""
     mode, size, value = path.mode, 0, ""
     if path.kind == _FILE:

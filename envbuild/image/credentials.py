@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.base.errors import HostError, RecipeError, UsageError
-from envbuild.base.files import parse_json, read_small
+from envbuild.base.files import home_folder, parse_json, read_small
 from envbuild.base.process import die_with_parent, stop
 from envbuild.image.reference import DOCKER_HUB, DOCKER_HUB_NAMES, ImageSource, parse_reference, same_registry
 
@@ -67,15 +67,11 @@ def find_credentials(registry: str, env: Mapping[str, str]) -> Credentials | Non
 
 
 def _files(env: Mapping[str, str]) -> Iterator[Path]:
-    yield Path(env.get("DOCKER_CONFIG") or _home(env) / ".docker", "config.json")
+    yield Path(env.get("DOCKER_CONFIG") or home_folder(env) / ".docker", "config.json")
     if chosen := env.get("REGISTRY_AUTH_FILE"):
         yield Path(chosen)
     if runtime := env.get("XDG_RUNTIME_DIR"):
         yield Path(runtime, "containers/auth.json")
-
-
-def _home(env: Mapping[str, str]) -> Path:
-    return Path(env.get("HOME") or Path.home())
 
 
 def _from_file(path: Path, registry: str, env: Mapping[str, str]) -> Credentials | None:
@@ -152,7 +148,7 @@ def _from_entry(entry: Any, registry: str, path: Path) -> Credentials | None:
 def _from_netrc(registry: str, env: Mapping[str, str]) -> Credentials | None:
     import netrc
 
-    path = Path(env.get("NETRC") or _home(env) / ".netrc")
+    path = Path(env.get("NETRC") or home_folder(env) / ".netrc")
     try:
         hosts = netrc.netrc(str(path)).hosts
     except (FileNotFoundError, NotADirectoryError):

@@ -153,14 +153,8 @@ class Slice:
         return data
 
 
-class Unpacked(Chunks):
-    """The content of a sparse file, read from the stored bytes in `stream`."""
-
-    def __init__(self, stream: Readable, size: int, pieces: Pieces) -> None:
-        super().__init__(_sparse_chunks(stream, size, pieces))
-
-
 def _sparse_chunks(stream: Readable, size: int, pieces: Pieces) -> Iterator[bytes]:
+    """Yield the content of a sparse file, from the stored bytes in `stream`."""
     position = 0
     for offset, length in (*pieces, (size, 0)):
         while position < offset:
@@ -266,7 +260,7 @@ def tar_items(stream: BinaryIO, name: str, quota: Quota | None = None) -> Items:
             yield member, None
             continue
         part = Slice(source, member.stored)
-        yield member, part if member.pieces is None else Unpacked(part, member.size, member.pieces)
+        yield member, part if member.pieces is None else Chunks(_sparse_chunks(part, member.size, member.pieces))
     source.finish()
 
 

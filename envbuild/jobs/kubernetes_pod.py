@@ -22,7 +22,7 @@ from envbuild.base.errors import UsageError
 from envbuild.fabrics import adapter_of, preflight_devices
 from envbuild.jobs.model import JobPlan, seconds
 from envbuild.recipe.targets import gpu_families
-from envbuild.runtimes.base import word
+from envbuild.runtimes.base import torchrun_word, word
 from envbuild.site.jobs import (
     huge_pages_problem,
     job_variable_problem,
@@ -296,7 +296,9 @@ def training(plan: JobPlan, pods: Pods) -> list[str]:
     files = [(option, f"{run_folder(plan, pods.name)}/{file}") for option, file in plan.run_files]
     waiting = ["-m", _RANK, str(seconds(plan.time))] if plan.nodes > 1 else []
     words = [*waiting, *plan.command, *(word for pair in files for word in pair)]
-    return [literal(plan.script_word(word), "the training's command") for word in words]
+    if plan.strategy == "ddp":
+        words = [torchrun_word(word) for word in words]
+    return [literal(word, "the training's command") for word in words]
 
 
 def start(plan: JobPlan, *more: str) -> list[str | YamlScript]:

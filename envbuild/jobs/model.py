@@ -12,7 +12,7 @@ from envbuild.contract.verification import VerifySettings
 from envbuild.data import load_table
 from envbuild.recipe.targets import CPU, Accelerator, accelerator_of
 from envbuild.runtimes import RUNTIMES
-from envbuild.runtimes.base import Runtime, torchrun_word
+from envbuild.runtimes.base import Runtime
 from envbuild.site.settings import Site
 
 if TYPE_CHECKING:
@@ -143,13 +143,6 @@ class JobPlan:
     stage_bytes: int = 0
     envbuild: str = "envbuild"
     origins: Mapping[str, str] = field(default_factory=dict)
-
-    def script_word(self, word: str) -> str:
-        """Return `word`, the script's path or one of its arguments, in the form for the command line.
-
-        Only the strategy ddp runs through torchrun, which needs escaping.
-        """
-        return torchrun_word(word) if self.strategy == "ddp" else word
 
     @property
     def logs(self) -> str:

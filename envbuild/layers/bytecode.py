@@ -103,7 +103,7 @@ def with_bytecode(tree: Tree, compiler: Compiler | None, below: Sequence[str], m
         yield from tree
         return
     prefixes = tuple(folder + "/" for folder in below)
-    with closing(tree), _Pool(compiler) as pool:
+    with closing(tree), contextlib.closing(_Pool(compiler)) as pool:
         own: set[str] = set()  # numpy's wheel contains a .pyc, which its RECORD lists
         for entry, content in tree:
             if entry.path.endswith(".pyc"):
@@ -150,10 +150,7 @@ class _Pool:
         self._waiting: deque[Answer[_Compiled]] = deque()
         self._done: list[tuple[str, int, int]] = []  # (path, size of the source, size of the code)
 
-    def __enter__(self) -> _Pool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         with self._lock:
             self._stopped = True
             for child in self._running:  # none is left except after an error or Ctrl-C

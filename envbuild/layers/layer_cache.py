@@ -11,17 +11,18 @@ import io
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import BinaryIO, Protocol, TypeVar
 
 from envbuild.base.atomic import file_lock
-from envbuild.base.packages import conda_digest, is_digest, record_digest
+from envbuild.base.packages import is_digest, record_digest
 from envbuild.base.progress import Log, detail, reuse, step
 from envbuild.base.text import normalise
 from envbuild.cache.hashed import read_note, write_note
+from envbuild.contract.conda_meta import conda_packages
 from envbuild.contract.state import PREFIX
 from envbuild.image.entry import FILE, Tree, closing
 from envbuild.image.layer import Layer, checked_tar, decompressed, write_layer
@@ -56,7 +57,8 @@ def recorded(tree: Tree, rows: list[tuple[str, str, str]]) -> Tree:
                     name, _, version = record[1].rpartition("-")
                     rows.append((normalise(name), version, record_digest(data)))
                 else:
-                    conda.append(_conda(json.loads(data)))
+                    packages = conda_packages([json.loads(data)])
+                    conda += [(package.name, package.version, package.record) for package in packages]
             yield entry, content
     if conda:
         rows[:] = conda
@@ -73,17 +75,6 @@ def hashed(tree: Tree, listed: list[Member]) -> Tree:
             yield entry, content
             if entry.kind == FILE:
                 member.sha256 = (content or HashedContent(io.BytesIO())).digest().hex()
-
-
-def _conda(record: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return (name, version, digest) of a conda package from its record, as a survey reports them."""
-    rows = [
-        # Scripts of entry points are generated, so the package has no digest of them.
-        (row["_path"], "" if row["path_type"].startswith("unix_") else row.get("sha256", ""))
-        for row in record["paths_data"]["paths"]
-        if not row["_path"].endswith(".pyc")
-    ]
-    return record["name"], record["version"], conda_digest(rows)
 
 
 # Name, version and digest of the RECORD of each distribution that a layer installs.

@@ -226,7 +226,8 @@ def note_facts(hashes: Sequence[str], wheel: WheelFile, store: Store) -> None:
     entry = _facts_entry(hashes)
     fields = {"sha256": wheel.sha256, "size": wheel.size, "file": wheel.file_name, "torch": wheel.torch}
     with suppress(OSError):  # a read-only store only costs time
-        write_note(_facts_file(entry, store), fields)
+        store.folder("facts")
+        write_note(store.root / entry.files[0], fields)
         _note_use(entry, store)
         if store.remote is not None:
             store.remote.offer(entry, 0.0)
@@ -239,11 +240,6 @@ def _note_use(entry: CacheEntry, store: Store) -> None:
 
 def _facts_entry(hashes: Sequence[str]) -> CacheEntry:
     return CacheEntry("wheel", hashlib.sha256(" ".join(sorted(hashes)).encode()).hexdigest())
-
-
-def _facts_file(entry: CacheEntry, store: Store) -> Path:
-    store.folder("facts")
-    return store.root / entry.files[0]
 
 
 def _read_facts(entry: CacheEntry, hashes: Sequence[str], store: Store) -> Facts | None:

@@ -315,10 +315,6 @@ def each(
     return fill(_EACH, about=ABOUT, open=begin, tell=tell, start=start, check=check, end=end)
 
 
-def _ssh(_: JobPlan) -> str:
-    return _SSH_BEFORE + each(_SSH_START, begin='    exec 9<>"$alive"\n    exec 8<"$alive"\n', tell="exec 9>&-")
-
-
 def mpi(*, hostfile: bool = False) -> Launcher:
     """Return the launcher mpirun or mpiexec, as the plan names it.
 
@@ -340,4 +336,5 @@ def _mpi(hostfile: bool, plan: JobPlan) -> str:
     ).replace("none )", "none)")
 
 
-SSH = Launcher(_ssh, node_lines=_WATCH)
+_SSH = _SSH_BEFORE + each(_SSH_START, begin='    exec 9<>"$alive"\n    exec 8<"$alive"\n', tell="exec 9>&-")
+SSH = Launcher(lambda _: _SSH, node_lines=_WATCH)

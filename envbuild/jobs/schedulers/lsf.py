@@ -106,10 +106,6 @@ def _keys(text: str) -> set[str]:
     return {{"oo": "o", "eo": "e", "rn": "r"}.get(option, option) for option in options if option != "R"} | sections
 
 
-def _blaunch(_: JobPlan) -> str:
-    return each(_BLAUNCH)
-
-
 def _job(printed: str) -> str:
     number = re.search(r"Job <(\d+)>", printed)
     return number[1] if number else printed.strip()
@@ -150,7 +146,7 @@ def _queues(printed: str) -> list[Queue]:
     return [Queue(row[0]) for row in rows if row[0] != "QUEUE_NAME"]
 
 
-_LAUNCHERS = {"blaunch": Launcher(_blaunch), "mpirun": mpi(hostfile=True), "ssh": SSH}
+_LAUNCHERS = {"blaunch": Launcher(lambda _: each(_BLAUNCH)), "mpirun": mpi(hostfile=True), "ssh": SSH}
 
 LSF = Scheduler(
     suffix=".lsf",

@@ -139,14 +139,10 @@ def _memory(text: str) -> str:
     return f"{number}{unit.lower()}b"
 
 
-def _pbsdsh(_: JobPlan) -> str:
-    return each(_PBSDSH_START, _PBSDSH_CHECK, _PBSDSH_END)
-
-
 _LAUNCHERS = {
     "mpiexec": mpi(hostfile=True),
     "mpirun": mpi(hostfile=True),
-    "pbsdsh": Launcher(_pbsdsh, node_lines=_PBSDSH_OUTPUT),
+    "pbsdsh": Launcher(lambda _: each(_PBSDSH_START, _PBSDSH_CHECK, _PBSDSH_END), node_lines=_PBSDSH_OUTPUT),
     "ssh": SSH,
 }
 
