@@ -143,7 +143,7 @@ def compare(manifest: FileManifest, path_rows: Mapping[str, PathRow], form: str)
     """
     converted = form != manifest.form
     ignored = _RUNTIMES if converted else _DOCKERS if form == OCI else frozenset()
-    judged = _converted if converted else _exported if form == OCI else _exact
+    judged = _converted if converted else _exported if form == OCI else lambda _, row: row
     rows = dict(_judged(manifest.rows, ignored, judged))
     now = dict(_judged(path_rows, ignored, judged))
     report = FileReport()
@@ -162,10 +162,6 @@ def _judged(
         left_out = path == FILE_NAME or path in ignored or path.partition("/")[0] in ignored
         if not left_out and (kept := judged(path, row)) is not None:
             yield path, kept
-
-
-def _exact(_: str, row: PathRow) -> PathRow:
-    return row
 
 
 def _exported(_: str, row: PathRow) -> PathRow:

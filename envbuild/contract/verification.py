@@ -16,10 +16,6 @@ BOUND = re.compile(r"(<=|>=|<|>) *([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)")
 _module = form(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "is not the name of a module")
 
 
-def _excepted_problem(text: str) -> str | None:
-    return None if text == "*" else _module(text)
-
-
 def _command_problem(text: str) -> str | None:
     """Return why `text` is no command line, or None."""
     try:
@@ -117,7 +113,7 @@ class VerifySettings(Thoroughness):
     imports_except: tuple[str, ...] = key(
         (),
         'Modules of direct requirements that are not imported; ["*"] for none of them.',
-        check=_excepted_problem,
+        check=lambda text: None if text == "*" else _module(text),
         example=["torchgen"],
     )
     command: str = key(
