@@ -19,6 +19,7 @@ from envbuild.base.files import named_path
 from envbuild.base.progress import log
 from envbuild.cli import complete, layout
 from envbuild.cli.layout import verbosity
+from envbuild.contract.verification import Thoroughness
 from envbuild.environment import Environment
 from envbuild.recipe.find import check_own, choose_target, default_recipe, find_recipe, search_folders
 from envbuild.recipe.load import LoadedRecipe, load_recipe
@@ -28,7 +29,6 @@ from envbuild.site.settings import Site
 from envbuild.store.usage import remember
 
 if TYPE_CHECKING:
-    from envbuild.contract.verification import Thoroughness
     from envbuild.jobs.model import JobPlan
     from envbuild.lock.lifecycle import LockUse
     from envbuild.plan import Plan
@@ -179,8 +179,6 @@ class BuildOptions:
     @property
     def asked(self) -> Thoroughness:
         """The required thoroughness of the verification."""
-        from envbuild.contract.verification import Thoroughness
-
         return Thoroughness(quick=self.verify == "quick", faults=self.faults)
 
     @property

@@ -14,6 +14,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem, ShellComplete, split_arg_string
 
+from envbuild.base.errors import UsageError
 from envbuild.base.files import build_folder
 from envbuild.contract.kinds import ARTIFACTS, kinds_of
 
@@ -52,7 +53,6 @@ def recipes(context: click.Context, parameter: click.Parameter, text: str) -> li
 
 def targets(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
     """Return the targets of the recipes on the command line; without one, of all recipes."""
-    from envbuild.base.errors import UsageError
     from envbuild.recipe.find import find_recipe, list_recipes
     from envbuild.recipe.load import load_recipe
 

@@ -30,11 +30,13 @@ from envbuild.cli.common import (
     show_plan,
     use_recipe,
 )
-from envbuild.cli.report import reported
+from envbuild.cli.report import reported, summarise
 from envbuild.contract.kinds import ARTIFACTS, FolderArtifact
+from envbuild.contract.state import check_place
 from envbuild.environment import Environment, own_command
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
+from envbuild.site.settings import load_site
 
 
 def _folder_options(kind: str, *own: Decorator) -> Decorator:
@@ -175,8 +177,6 @@ def _build(
     """Build the environment, on this host or in a job, and print its path."""
     from envbuild.build.bundle import keep_built
     from envbuild.build.folder import make_environment, prepare_folder
-    from envbuild.cli.report import summarise
-    from envbuild.contract.state import check_place
 
     environment, loaded = _open(recipe, sources, options)
     target = open_target(loaded, options.target, environment)
@@ -239,7 +239,6 @@ def _build_by_job(
     from envbuild.build.image import plan_of
     from envbuild.jobs.build import Build, plan_build, render_build
     from envbuild.jobs.model import JobRequest
-    from envbuild.site.settings import load_site
 
     bundle = options.bundle
     if target.arch != host_arch() and bundle is None:

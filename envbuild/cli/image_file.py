@@ -26,7 +26,7 @@ from envbuild.cli.common import (
     show_plan,
     with_options,
 )
-from envbuild.cli.report import reported
+from envbuild.cli.report import reported, summarise
 from envbuild.contract.kinds import ARTIFACTS, kinds_of
 from envbuild.recipe.targets import Target, host_arch
 
@@ -73,7 +73,6 @@ def docker_command(
     from envbuild.build.bundle import keep_built
     from envbuild.build.docker import ImageOutput, check_tag
     from envbuild.build.image import ImageOptions, check_options, make_images, prepare_image
-    from envbuild.cli.report import summarise
 
     place = ImageOutput.parse(output) if output else None
     check_out(place.path if place else None)
@@ -251,7 +250,6 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
         make_from_image,
         make_from_recipe,
     )
-    from envbuild.cli.report import summarise
     from envbuild.image.reference import parse_source
     from envbuild.image.squashfs.model import codec_of
 

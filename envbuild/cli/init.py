@@ -16,10 +16,12 @@ from envbuild.base.progress import log
 from envbuild.cli.common import PATH, open_own_recipe, run_environment, show, with_options
 from envbuild.contract.kinds import ARTIFACTS
 from envbuild.debian.lock import suites_by_python
+from envbuild.fabrics import fabric_names
 from envbuild.imports.origin import ImportedRecipe, Origin, new_recipe, read_sources, updated_recipe
 from envbuild.imports.statement import Statement, recipe_name
 from envbuild.recipe.find import command_word
 from envbuild.recipe.targets import CUDA, ROCM, Target, host_arch
+from envbuild.site.settings import load_site
 
 _SHOWN = 3
 
@@ -159,8 +161,6 @@ def _dialogue(name: str | None, target: str | None) -> tuple[str, str, str, list
     from envbuild.doctor.machine import gpus
     from envbuild.doctor.network import adapters
     from envbuild.doctor.probe import Host
-    from envbuild.fabrics import fabric_names
-    from envbuild.site.settings import load_site
 
     name = name or click.prompt("Name of the recipe", default=recipe_name(Path.cwd().name), err=True)
     packages = click.prompt("Packages, separated by blanks", default="torch", err=True).split()

@@ -23,7 +23,7 @@ from envbuild.cli.layout import verbosity
 from envbuild.cli.report import reported
 from envbuild.contract.kinds import ARTIFACTS, DOCKER, kinds_of
 from envbuild.contract.manifest import shown
-from envbuild.contract.receipt import read_receipt, receipt_path
+from envbuild.contract.receipt import check_lines, failures, read_receipt, receipt_path
 from envbuild.describe import bill_of_materials, describe, receipt_of
 from envbuild.environment import Environment
 from envbuild.inspect.compare import Change, Comparison, compare
@@ -322,7 +322,6 @@ def verify_command(
       envbuild verify build/pt_cpu/cpu-x86_64/venv --nodes 3 --nproc-per-node 1 --faults
     """
     from envbuild.build.commit import verify_artifact
-    from envbuild.contract.receipt import check_lines, failures, receipt_path
     from envbuild.job_inputs import check_trust, open_artifact
 
     environment = run_environment()

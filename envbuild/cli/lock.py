@@ -53,7 +53,6 @@ from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 
 if TYPE_CHECKING:
-    from envbuild.environment import Environment
     from envbuild.imports.packages import PackageEdit
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from envbuild.base.atomic import write_beside
 from envbuild.base.errors import BuildError, UsageError, VerificationError
 from envbuild.base.progress import display, log
 from envbuild.base.text import human_size, human_time
@@ -17,7 +18,7 @@ from envbuild.cli import complete
 from envbuild.cli.common import BESIDE, PATH, Names, check_out
 from envbuild.contract.kinds import ARTIFACTS
 from envbuild.contract.manifest import read_manifest
-from envbuild.contract.receipt import passed_line, read_receipt
+from envbuild.contract.receipt import passed_line, read_receipt, receipt_path
 from envbuild.environment import Environment
 from envbuild.run_environment import load_environment
 
@@ -135,7 +136,6 @@ def reported(file: str | None, places: Sequence[Path], environment: Environment 
         yield
         return
     from envbuild.build.commit import failed_path
-    from envbuild.contract.receipt import receipt_path
     from envbuild.report.gather import page_path, read_entry
 
     usual = page_path(places[0]) if len(places) == 1 else places[0].with_name("report.html")
@@ -166,7 +166,6 @@ def reported(file: str | None, places: Sequence[Path], environment: Environment 
 
 
 def _write(entries: Sequence[ReportEntry], page: Path) -> None:
-    from envbuild.base.atomic import write_beside
     from envbuild.report.page import report_page
 
     write_beside(page, report_page(entries))

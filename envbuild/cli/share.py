@@ -17,6 +17,7 @@ from envbuild.base import host
 from envbuild.base.atomic import replacing_beside, write_beside, writing
 from envbuild.base.errors import UsageError, VerificationError
 from envbuild.base.files import absolute_path, named_path
+from envbuild.base.packages import digest_of
 from envbuild.base.progress import log, transfer
 from envbuild.base.text import human_size
 from envbuild.build.built import find_built
@@ -25,17 +26,22 @@ from envbuild.build.kinds import kind_at, read_artifact
 from envbuild.cli import complete
 from envbuild.cli.common import PATH, attested_images, check_out, open_recipe, run_environment, show, with_options
 from envbuild.contract.kinds import ARTIFACTS, FileArtifact, FolderArtifact, kinds_of
+from envbuild.describe import bill_of_materials
 from envbuild.environment import Environment
+from envbuild.image.layout import layout_image
+from envbuild.image.reference import folder_and_tag, is_host
 from envbuild.image.registry import Pushed, Registry
+from envbuild.image.sif import METADATA, embed
 from envbuild.job_inputs import FetchAttested, open_artifact
 from envbuild.jobs.model import JobInputs
-from envbuild.site.settings import load_site
+from envbuild.recipe.targets import Target
+from envbuild.run_environment import load_environment
+from envbuild.site.settings import Site, load_site
+from envbuild.store.remote import registry_of
 
 if TYPE_CHECKING:
     from securesystemslib.signer import Signer
 
-    from envbuild.image.registry import Registry
-    from envbuild.site.settings import Site
     from envbuild.trust.policy import TrustVerdict
 
 
@@ -138,9 +144,6 @@ def _pushed(named: str, registry: Registry, environment: Environment) -> tuple[s
 
 
 def _push_layout(text: str, registry: Registry, environment: Environment) -> tuple[str, str, Pushed]:
-    from envbuild.image.layout import layout_image
-    from envbuild.image.reference import folder_and_tag
-
     folder, tag = folder_and_tag(text)
     pulled = layout_image(folder, tag)
     manifest = pulled.manifest
@@ -339,9 +342,7 @@ def trust_command(
 
 def _judge_tag(registry: Registry, site: Site, target: str | None, recipe: str) -> tuple[str, str, TrustVerdict | None]:
     """Return NAME@sha256:… of a tag's current manifest, and its digest and verdict; no verdict for an image."""
-    from envbuild.base.packages import digest_of
     from envbuild.build.share import judge_pushed
-    from envbuild.recipe.targets import Target
     from envbuild.store.pieces import is_pushed
 
     name, manifest = registry.reference.name, registry.manifest()[0]
@@ -354,9 +355,6 @@ def _judge_tag(registry: Registry, site: Site, target: str | None, recipe: str) 
 
 def _by_tag(named: str, site: Site) -> Registry | None:
     """Return the registry of REGISTRY/NAME:TAG, None for any other name of an artifact."""
-    from envbuild.image.reference import is_host
-    from envbuild.store.remote import registry_of
-
     host, slash, _ = named.partition("/")
     if not slash or "@" in named or Path(named).exists() or Path(host).exists() or not is_host(host):
         return None
@@ -366,7 +364,6 @@ def _by_tag(named: str, site: Site) -> Registry | None:
 
 def _embed(path: Path, bundles: Mapping[str, bytes], signer: Signer | None) -> None:
     """Write `bundles` and, with a `signer` that Apptainer knows, a signature into the .sif at `path`."""
-    from envbuild.image.sif import METADATA, embed
     from envbuild.trust.bundle import bundle_path, envelope
 
     # Apptainer computes SHA-256 for every curve, where DSSE's others take the one of the curve's size.
@@ -392,9 +389,7 @@ def _predicate(name: str, opened: JobInputs, receipt: dict[str, Any]) -> dict[st
         from envbuild.trust.bundle import provenance
 
         return provenance(receipt, os.environ)
-    from envbuild.describe import bill_of_materials
     from envbuild.inspect.reader import open_artifact as open_reader
-    from envbuild.run_environment import load_environment
 
     environment, path = load_environment(), opened.artifact.path
     where = f"docker://{path}" if "@sha256:" in path else path

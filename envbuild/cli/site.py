@@ -19,9 +19,9 @@ from envbuild.base.toml import toml_key, toml_pairs
 from envbuild.cli import complete, layout
 from envbuild.cli.common import check_out, print_json, show, with_options
 from envbuild.cli.layout import verbosity
-from envbuild.doctor.probe import HostFinding
-from envbuild.doctor.registry import CHECKS, StepVerdict, this_host
-from envbuild.site.settings import Site, SiteTables, load_site
+from envbuild.doctor.probe import HostFinding, facts_of, run_checks
+from envbuild.doctor.registry import CHECKS, StepVerdict, judge, this_host
+from envbuild.site.settings import Site, SiteTables, find_site, load_site, named_sites
 
 _STYLES = {"ok": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
 _MARKS = {"ok": "ok", "info": "-", "warn": "!", "fail": "FAIL"}
@@ -45,9 +45,6 @@ def doctor_command(offline: bool, as_json: bool) -> None:
       envbuild doctor --json | jq .artifacts
       srun -N1 envbuild doctor --offline
     """
-    from envbuild.doctor.probe import facts_of, run_checks
-    from envbuild.doctor.registry import judge
-
     # The probes' own programs are no findings: --verbose prints all findings, and not them.
     every, display().verbosity = display().verbosity > 0, min(display().verbosity, 0)
     results = run_checks(CHECKS, this_host(dict(os.environ), offline=offline))
@@ -223,8 +220,6 @@ def init_command(out: Path | None, origin: str | None, force: bool) -> None:
 
 def _file_of(site: str) -> str:
     """Return the text of a site's file, without the line that tells editors a schema beside it."""
-    from envbuild.site.settings import find_site, load_site
-
     load_site(os.environ, site)  # raises for a faulty file
     lines = find_site(site, os.environ).read_text(encoding="utf-8").splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith("#:schema "))
@@ -289,7 +284,6 @@ def check_command(site: str | None, offline: bool, as_json: bool) -> None:
       envbuild site check ./site.toml
       envbuild site check pbs-gh200 --json
     """
-    from envbuild.doctor.registry import this_host
     from envbuild.doctor.sites import check_site
 
     variables = dict(os.environ)
@@ -316,8 +310,6 @@ def list_command(as_json: bool) -> None:
     Examples:
       envbuild site list --json
     """
-    from envbuild.site.settings import named_sites
-
     paths = named_sites(os.environ)
     column, width = max(map(len, paths), default=0), layout.width()
     sites = [{"name": name, "path": str(path)} for name, path in paths.items()]

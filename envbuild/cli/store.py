@@ -20,6 +20,7 @@ from envbuild.base.workers import each
 from envbuild.cli import complete, layout
 from envbuild.cli.common import PATH, open_recipe, open_target, print_json, run_environment, show, with_options
 from envbuild.environment import Environment
+from envbuild.image.squashfs.model import codec_of
 from envbuild.layers.store_check import check_store
 from envbuild.locks import locked_names, referenced_locks
 from envbuild.recipe.find import list_recipes, search_folders
@@ -35,7 +36,7 @@ from envbuild.store.remote import (
     pull_recipe,
     push_recipe,
 )
-from envbuild.store.usage import Removal, StoreItem, choose, items, own_items, recipes, remove
+from envbuild.store.usage import Removal, StoreItem, choose, items, own_items, recipes, remember, remove
 from envbuild.store.vault import Vault
 
 if TYPE_CHECKING:
@@ -292,11 +293,9 @@ def warm_command(recipes: tuple[str, ...], target: str | None, locked: bool, as_
     """
     from envbuild.build.image import image_layers, prepare_image
     from envbuild.build.image_layers import fill
-    from envbuild.image.squashfs.model import codec_of
     from envbuild.layers.layer_cache import TarCache
     from envbuild.layers.segment_cache import segment_cache
     from envbuild.layers.source_build import pack_built
-    from envbuild.store.usage import remember
 
     environment, remote = _opened(writes=True)
     limits, store = environment.site.limits, environment.store

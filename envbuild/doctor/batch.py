@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from envbuild.base.errors import HostError
 from envbuild.base.toml import closest
 from envbuild.data.schedulers import LAUNCHERS, SCHEDULER_NAMES, TITLES, listed
 from envbuild.doctor.probe import Host, HostFinding, find, first_line, run_probe
@@ -262,7 +263,6 @@ def kubernetes(host: Host) -> list[HostFinding]:
 
 def docker_daemon(host: Host) -> list[HostFinding]:
     """Check the docker daemon through its API."""
-    from envbuild.base.errors import HostError
     from envbuild.image.daemon import connect
 
     try:

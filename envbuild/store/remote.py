@@ -43,8 +43,6 @@ from envbuild.store.vault import Vault
 if TYPE_CHECKING:
     from securesystemslib.signer import Key, Signer
 
-    from envbuild.store.store import Store
-
 # Transfers with fewer bytes per second, after the first seconds, are not waited for.
 SLOWEST, _PATIENCE_S = 100_000, 10.0
 
