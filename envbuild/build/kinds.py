@@ -18,6 +18,7 @@ from envbuild.contract.kinds import (
     folder_kind,
     read_folder,
 )
+from envbuild.contract.state import PREFIX
 
 if TYPE_CHECKING:
     from envbuild.build.installing import FolderModule
@@ -43,7 +44,6 @@ def read_artifact(path: Path) -> BuiltArtifact:
     """Return the environment or the image file at `path`. Raises UsageError when envbuild did not build it."""
     if (environment := read_folder(path)) is not None:
         return environment
-    from envbuild.contract.state import PREFIX
     from envbuild.image.sif import content_digest
     from envbuild.verify.image_file import image_state, open_image_file
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from envbuild.base.errors import BuildError, UsageError
+from envbuild.base.progress import transfer
 from envbuild.image.entry import DIR, FILE, SYMLINK
 from envbuild.image.layer import checked_tar, decompressed
 from envbuild.image.layout import REF_NAME, Blobs, Pulled, layout_image
@@ -310,8 +311,6 @@ def _daemon_config(client: Any, name: str) -> tuple[dict[str, Any], str]:
 
 def open_registry_image(request: Request) -> ArtifactReader:
     """Open an image of a registry; only layers that were never read are fetched, into the store."""
-    from envbuild.base.progress import transfer
-
     store = request.access.store
     registry = request.access.registry(request.rest)
     request.stack.callback(registry.close)

@@ -12,7 +12,7 @@ from envbuild.base.atomic import write_atomically
 from envbuild.base.errors import BuildError
 from envbuild.base.files import parse_json
 from envbuild.contract.state import PREFIX
-from envbuild.debian.lock import DebianLock
+from envbuild.debian.lock import DebianLock, rules_digest
 from envbuild.environment import Environment
 from envbuild.image.entry import Tree
 from envbuild.image.layer import Layer, open_layer
@@ -69,8 +69,6 @@ def _debian(
     cache: LayerCache[M],
     offline: bool,
 ) -> BaseImage[M]:
-    from envbuild.debian.lock import rules_digest
-
     interpreter = f"python{plan.python}"
     if plan.conda:
         compiler = None  # the base does not depend on the compiler of the environment's bytecode

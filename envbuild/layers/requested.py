@@ -14,7 +14,7 @@ from envbuild.base.errors import HostError, UsageError
 from envbuild.environment import Environment
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.format import Lock
-from envbuild.lock.lifecycle import LockUse
+from envbuild.lock.lifecycle import LockUse, ensure
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.sources import HostLayer, SourceLayer
 from envbuild.recipe.targets import Target, host_arch
@@ -134,7 +134,6 @@ def for_image(
     if not layers.every:
         return layers
     from envbuild.lock.base import builder_lock
-    from envbuild.lock.lifecycle import ensure
 
     check_for_image(layers)
     lock = ensure(builder_lock(loaded, target, layers.every), environment, **use)

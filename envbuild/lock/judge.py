@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from envbuild.base.errors import LockError
 from envbuild.data import load_table
+from envbuild.gpus import chips_named
 from envbuild.lock.conda import CondaPackage
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import CUDA, Target, accelerator_of, gpu_families, torch_index
@@ -136,8 +137,6 @@ _DEVICE, _SPLIT = "amd-torch-device-", "rocm-bootstrap"
 
 def check_devices(loaded: LoadedRecipe, target: Target, packages: Iterable[LockedPackage]) -> None:
     """Raise LockError when torch's code for GPUs is in wheels of their own, and one of the target's is missing."""
-    from envbuild.gpus import chips_named
-
     names = {package.name for package in packages}
     devices = {name.removeprefix(_DEVICE) for name in names if name.startswith(_DEVICE)}
     if "torch" not in names or not (devices or _SPLIT in names):

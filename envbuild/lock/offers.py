@@ -18,12 +18,15 @@ from envbuild.base.errors import LockError
 from envbuild.base.masking import redact
 from envbuild.base.text import normalise
 from envbuild.base.toml import nearest, toml_pairs
+from envbuild.base.workers import each
+from envbuild.cache.http import PlainRedirect, RequestFailed
 from envbuild.environment import Environment
 from envbuild.lock.format import BuiltPackage
 from envbuild.recipe.checks import AGE_OFF, applicable, parse_age, requirement_parts
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
+from envbuild.store.client import Client
 from envbuild.store.sources import Link, PackageSource, local_files, probe_index, remote_sources
 
 if TYPE_CHECKING:
@@ -242,10 +245,6 @@ class Offers:
 
     def _pages(self, names: Iterable[str]) -> list[tuple[str, PackageSource, list[Link]]]:
         """Return (name, source, its links) of each name and each source that may serve it."""
-        from envbuild.base.workers import each
-        from envbuild.cache.http import PlainRedirect, RequestFailed
-        from envbuild.store.client import Client
-
         client = Client(self.environment.pip, self.environment.variables)
         own = {url: PackageSource(url, is_index=True, patient=False) for url in self.bound.values()}
 

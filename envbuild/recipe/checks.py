@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
+from envbuild.base.errors import UsageError
 from envbuild.base.text import normalise
 from envbuild.base.toml import form
 
@@ -307,7 +308,6 @@ def base_problem(text: str) -> str | None:
         return None if rest else f"{text!r} names no image: write {kind}:NAME"
     if "://" in text:
         return f"{text!r} is a URL; write the reference alone, as in docker.io/pytorch/pytorch:TAG"
-    from envbuild.base.errors import UsageError
     from envbuild.image.reference import parse_reference
 
     try:
