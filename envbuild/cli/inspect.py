@@ -74,7 +74,7 @@ def inspect_command(
     if sbom and (as_json or packages or layers):
         raise UsageError("--sbom writes JSON of its own; it goes with no other output")
     environment = load_environment()
-    with open_artifact(_spelling(artifact, target, environment), environment, target) as opened:
+    with open_artifact(spelling(artifact, target, environment), environment, target) as opened:
         only_layers = layers and not packages
         contents = None if only_layers else opened.contents(hashes=False)
         if sbom and contents:
@@ -106,13 +106,13 @@ def inspect_command(
         _table(f"Debian packages ({len(rows)})", rows)
 
 
-def _spelling(text: str, target: str | None, environment: Environment) -> str:
-    """Return `text`, or the artifact that was built of it if it is a recipe."""
+def spelling(text: str | None, target: str | None, environment: Environment) -> str:
+    """Return `text`, or the artifact that was built of it if it is a recipe, None for the default one."""
     with suppress(UsageError):  # of a path that is no artifact; it may be the folder of a recipe
-        if split(text)[0] is not None:
+        if text and split(text)[0] is not None:
             return text
     built = find_built(text, tuple(ARTIFACTS), target=target, site_folders=environment.site.recipe_folders)
-    return text if built is None else built.spelling
+    return (text or "") if built is None else built.spelling
 
 
 def _head(facts: Mapping[str, Any]) -> None:
@@ -208,7 +208,7 @@ def diff_command(a: str, b: str, target: str | None, files: bool, everything: bo
       envbuild diff old.tar new.tar --no-files --json
     """
     environment = load_environment()
-    a, b = (_spelling(text, target, environment) for text in (a, b))
+    a, b = (spelling(text, target, environment) for text in (a, b))
     with open_artifacts((a, b), environment, target) as (reader, other):
         comparison = compare(reader, other, files=files)
         sides: list[dict[str, Any]] = [

@@ -19,7 +19,6 @@ from envbuild.cli import complete, layout
 from envbuild.cli.common import open_recipe, open_target, print_json, show, with_options
 from envbuild.compat.judge import gpu_findings, judge
 from envbuild.compat.rows import CompatFinding, load_rows
-from envbuild.contract.kinds import kinds_of
 from envbuild.contract.receipt import read_receipt, recorded_gpu_code
 from envbuild.environment import Environment
 from envbuild.gpus import Containers
@@ -202,10 +201,10 @@ def check_command(
     the index by ranges, once for each wheel; the rest needs no network. Exit code 3 when a combination is known not to
     work.
 
-    With --site, ARTIFACT (a venv, conda environment, squashfs or SIF, or a RECIPE whose artifact is in ./build) is
-    judged with the libraries in SITE's [host_stack] instead: whether a rank can load the libfabric, NCCL plugin and MPI
-    that would meet, by names, symbols and their versions. The nodes' are read from the inventory that
-    `envbuild site init` writes on a node; no node is needed here.
+    With --site, ARTIFACT (a venv, conda environment, squashfs, SIF, or a container image as `envbuild inspect` takes
+    it, or a RECIPE whose artifact is in ./build) is judged with the libraries in SITE's [host_stack] instead: whether a
+    rank can load the libfabric, NCCL plugin and MPI that would meet, by names, symbols and their versions. The nodes'
+    are read from the inventory that `envbuild site init` writes on a node; no node is needed here.
 
     \b
     Examples:
@@ -214,6 +213,7 @@ def check_command(
       envbuild check pt_vision --suggest
       envbuild check ./recipe.toml --json
       envbuild check pt_cu126.sqsh --site ./site.toml
+      envbuild check docker://ghcr.io/acme/pt_cu126:1.0 --site ./site.toml
     """
     environment = load_environment()
     if site is not None:
@@ -264,9 +264,10 @@ def check_command(
 
 def _check_stack(text: str | None, target: str | None, site: Site, environment: Environment, *, as_json: bool) -> None:
     """Judge an artifact with the libraries of the nodes of `site`; exit with 3 if they cannot be loaded together."""
-    from envbuild.build.built import find_built
+    from envbuild.cli.inspect import spelling
     from envbuild.compat.host_stack import judge_stack, parse_inventory
-    from envbuild.verify.static_checks import read_libraries
+    from envbuild.inspect.reader import open_artifact
+    from envbuild.verify.static_checks import image_libraries, read_libraries
 
     table, file = site.host_stack, Path(site.host_stack.inventory)
     if not table.inventory:
@@ -276,17 +277,22 @@ def _check_stack(text: str | None, target: str | None, site: Site, environment: 
     if not file.is_file():
         hint = f"on a node: envbuild site init --from {site.files[-1]} --out {site.files[-1]} --force"
         raise UsageError(f"there is no inventory of the nodes' libraries, {file}", hint)
-    kinds, folders = (*kinds_of("file"), *kinds_of("folder")), environment.site.recipe_folders
-    built = find_built(text, kinds, target=target, site_folders=folders)
-    path = built.path if built else Path(text or "")
     host = parse_inventory(file.read_text(encoding="utf-8", errors="replace"), str(file))
-    findings = judge_stack(table, host, read_libraries(path, environment.site.limits))
+    artifact = spelling(text, target, environment)
+    with open_artifact(artifact, environment, target) as opened:
+        about, layers = opened.about, opened.layers()
+        if about.place and not layers:
+            libraries = read_libraries(about.place, environment.site.limits)
+        else:
+            parts = zip((layer.diff_id for layer in about.layers), layers, strict=True)
+            libraries = image_libraries(artifact, parts, about.env, environment.site.limits)
+    findings = judge_stack(table, host, libraries)
     bad = any(finding.status == "bad" for finding in findings)
     if as_json:
-        about = {"artifact": str(path), "site": site.name, "mode": table.mode, "verdict": "bad" if bad else "good"}
-        print_json({**about, "findings": [finding.as_json() for finding in findings]})
+        verdict = {"artifact": artifact, "site": site.name, "mode": table.mode, "verdict": "bad" if bad else "good"}
+        print_json({**verdict, "findings": [finding.as_json() for finding in findings]})
     else:
-        click.echo(click.style(str(path), bold=True) + f" on the nodes of {site.name}, mode {table.mode}")
+        click.echo(click.style(artifact, bold=True) + f" on the nodes of {site.name}, mode {table.mode}")
         _show_findings(findings)
     if bad:
         sys.exit(3)

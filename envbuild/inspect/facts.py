@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -226,10 +226,14 @@ def completed(about: Description, contents: Inventory | None) -> Description:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactReader:
-    """An artifact of any kind, opened for reading; `read` is called with the value of `hashes`."""
+    """An artifact of any kind, opened for reading; `read` is called with the value of `hashes`.
+
+    `layers` brings an image's layers to this machine, and returns their files in the order of `about.layers`.
+    """
 
     about: Description
     read: Callable[[bool], Inventory]
+    layers: Callable[[], Sequence[Path]] = tuple
 
     def contents(self, *, hashes: bool) -> Inventory:
         """Return the content of the artifact; without `hashes`, digests of files may be "". Raises BuildError."""

@@ -137,7 +137,12 @@ def image_artifact(
     def contents(_: bool) -> Inventory:
         return _contents(about, _listings(about, layers, bring, access.store, Quota(limits)), Quota(limits))
 
-    return ArtifactReader(about, contents)
+    def files() -> list[Path]:
+        ids = [fact.diff_id for fact in about.layers]
+        brought = bring(dict(zip(ids, layers, strict=True)))
+        return [brought[diff_id] for diff_id in ids]
+
+    return ArtifactReader(about, contents, files)
 
 
 def _listings(

@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,9 +26,11 @@ from envbuild.contract.installed import FileReport
 from envbuild.contract.state import PREFIX, State
 from envbuild.gpus import Containers, GpuCodeScanner
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK
+from envbuild.image.layer import checked_tar, open_layer
 from envbuild.image.limits import ImageLimits, Quota
 from envbuild.image.squashfs.read import SquashfsImage
-from envbuild.image.tar import Chunks, tar_items
+from envbuild.image.tar import Chunks, Items, tar_items
+from envbuild.image.tree import MergedTree
 from envbuild.recipe.targets import VERSION_FILE, Target
 from envbuild.verify.model import out_of_time
 from envbuild.verify.survey import Survey, survey
@@ -278,25 +280,56 @@ def read_container(
     clock, container = Clock.of(timeout_s), None
     try:
         container = client.containers.create(image, ["true"], entrypoint=[], labels=dict(labels))
-        files = ImageFiles(partial(_copied, container))
-        files.variables = "\n".join(client.images.get(image).attrs["Config"].get("Env") or ())
-        for member, content in tar_items(cast(BinaryIO, Chunks(container.export(_CHUNK))), image, Quota(limits)):
-            clock.check()
-            path = os.path.normpath(f"/{member.name}").strip("/")
-            if member.kind == HARDLINK:
-                files.link(path, os.path.normpath(f"/{member.link}").strip("/"))
-            elif path:
-                # An empty file has no content.
-                pieces = iter(partial(content.read, _CHUNK), b"") if content else ()
-                seen = read_once(path, pieces, member.size, clock, gpu) if member.kind == FILE else None
-                files.add(path, row_of(member, seen.sha256 if seen else "", member.link), seen)
-        return files
+        variables = "\n".join(client.images.get(image).attrs["Config"].get("Env") or ())
+        exported = tar_items(cast(BinaryIO, Chunks(container.export(_CHUNK))), image, Quota(limits))
+        files = ImageFiles(partial(_copied, container), variables=variables)
+        return _read_tars(files, [exported], image, limits, clock, gpu)
     except (docker.errors.DockerException, requests.RequestException) as error:
         raise HostError(f"the docker daemon could not export the image: {error}", "verify it again") from error
     finally:
         if container is not None:
             with suppress(docker.errors.DockerException, requests.RequestException):
                 container.remove(force=True, v=True)
+
+
+def read_layers(
+    layers: Iterable[tuple[str, Path]], image: str, env: Mapping[str, str], limits: ImageLimits | None, timeout_s: float
+) -> ImageFiles:
+    """Read an image from the files of its layers, lowest first, each with the digest of its tar.
+
+    `env` are the image's variables. Only sha256 digests are known. Raises as `read_squashfs`.
+    """
+    variables, quota = "\n".join(map("=".join, env.items())), Quota(limits)
+    with ExitStack() as stack:
+        tars = (
+            checked_tar(stack.enter_context(open_layer(path, image)), f"{image}: layer {diff_id}", diff_id, quota)
+            for diff_id, path in layers
+        )
+        files = ImageFiles(lambda _: (), variables=variables)
+        return _read_tars(files, tars, image, limits, Clock.of(timeout_s), gpu=False)
+
+
+def _read_tars(
+    files: ImageFiles, tars: Iterable[Items], image: str, limits: ImageLimits | None, clock: Clock, gpu: bool
+) -> ImageFiles:
+    """Add the tree that tars make, the lowest first, to `files`; return these."""
+    tree, contents = MergedTree(Quota(limits)), dict[tuple[int, int], ReadFile]()
+    for layer, items in enumerate(tars):
+        tree.begin()
+        for number, (member, content) in enumerate(items):
+            clock.check()
+            if content:
+                path = os.path.normpath(f"/{member.name}").strip("/")
+                pieces = iter(partial(content.read, _CHUNK), b"")
+                contents[layer, number] = read_once(path, pieces, member.size, clock, gpu)
+            tree.apply(member, number, image)
+    for path, node in tree.walk():
+        seen = contents.get((node.layer, node.ordinal))
+        if node.member is not None and path:
+            files.add(path, row_of(node.member, seen.sha256 if seen else "", node.member.link), seen)
+        elif path:
+            files.add(path, PathRow(DIR))
+    return files
 
 
 def _copied(container: Any, path: str) -> Iterator[bytes]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import posixpath
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from envbuild.base import process
@@ -16,7 +15,7 @@ from envbuild.base.libraries import configured_folders, usual_folders
 from envbuild.base.packages import record_digest
 from envbuild.base.text import normalise
 from envbuild.compat.host_stack import ArtifactLibraries
-from envbuild.contract.installed import HOST, Files
+from envbuild.contract.installed import HOST, HostFiles
 from envbuild.contract.state import IMAGE, PREFIX, BuiltLayer, State
 from envbuild.gpus import UNREADABLE, Containers, all_chips, gpu_faults, is_judged, library_runs
 from envbuild.image.limits import ImageLimits
@@ -26,7 +25,7 @@ from envbuild.verify.elf_files import folder_gpu_code, scan_elf
 from envbuild.verify.image_file import open_image_file
 from envbuild.verify.launch import run_program
 from envbuild.verify.model import Check, Nodes, Subject, judge, listed, not_tried
-from envbuild.verify.outside import read_squashfs
+from envbuild.verify.outside import ImageFiles, read_layers, read_squashfs
 from envbuild.verify.survey import Survey, library_finder
 
 _WRONG_FILES = ("altered", "missing", "unowned")
@@ -179,29 +178,40 @@ def read_gpu_files(path: Path, target: Target, limits: ImageLimits) -> dict[str,
     """Return the containers of each library in the folder or image file at `path`. Raises BuildError (damaged)."""
     if path.is_dir():
         return folder_gpu_code(path, target)
-    root, offset = Path("/", PREFIX), open_image_file(path).offset
-    with path.open("rb") as stream:
-        files = read_squashfs(stream, offset, str(path), limits, _READING_S, gpu=True)
+    root, files = Path("/", PREFIX), _read_file(path, limits, gpu=True)
     containers_of = scan_elf(root, MACHINES[target.arch], files, gpu=True).gpu_code
     return {os.path.relpath(name, root): containers for name, containers in containers_of.items()}
 
 
-def read_libraries(path: Path, limits: ImageLimits) -> ArtifactLibraries:
-    """Return the libraries of the environment or image file at `path`. Raises BuildError (damaged), UsageError."""
-    files: Files = HOST
-    root, programs, folders = os.path.abspath(path), ["bin/python"], list[str]()
-    isolated = not path.is_dir()
-    if isolated:
-        offset, root = open_image_file(path).offset, f"/{PREFIX}"
-        with path.open("rb") as stream:
-            files = read_squashfs(stream, offset, str(path), limits, _READING_S)
-        programs, folders = [*programs, "/usr/bin/python3"], configured_folders(files.names, files.read)
+def _read_file(path: Path, limits: ImageLimits, *, gpu: bool = False) -> ImageFiles:
+    offset = open_image_file(path).offset
+    with path.open("rb") as stream:
+        return read_squashfs(stream, offset, str(path), limits, _READING_S, gpu=gpu)
+
+
+def read_libraries(place: Path, limits: ImageLimits) -> ArtifactLibraries:
+    """Return the libraries of the environment or image file at `place`. Raises BuildError (damaged), UsageError."""
+    return _libraries_of(str(place), HOST if place.is_dir() else _read_file(place, limits))
+
+
+def image_libraries(
+    image: str, layers: Iterable[tuple[str, Path]], env: Mapping[str, str], limits: ImageLimits
+) -> ArtifactLibraries:
+    """Return the libraries of an image as `read_libraries`; for its parts see `read_layers`."""
+    return _libraries_of(image, read_layers(layers, image, env, limits, _READING_S))
+
+
+def _libraries_of(artifact: str, files: HostFiles | ImageFiles) -> ArtifactLibraries:
+    isolated = isinstance(files, ImageFiles)
+    root, folders = f"/{PREFIX}" if isolated else os.path.abspath(artifact), list[str]()
     paths, find = [*files.walk("/" if isolated else root)], library_finder(files, {})
-    program = next(filter(find, (posixpath.join(root, name) for name in programs)), "")
+    pythons = [f"{root}/bin/python", *(["/usr/bin/python3"] if isolated else [])]
+    program = next(filter(find, pythons), "")
     known = next(filter(None, map(find, [program, *(path for path in paths if ".so" in path)])), None)
     if known is None:
-        raise UsageError(f"{path} has no libraries", "give a venv, conda environment, .sqsh or .sif")
-    folders += usual_folders(machine_name(known.machine)) if isolated else []
+        raise UsageError(f"{artifact} has no libraries", "give a venv, a conda environment or an image with Python")
+    if isolated:
+        folders = [*configured_folders(files.names, files.read), *usual_folders(machine_name(known.machine))]
     return ArtifactLibraries(root, known.machine, find, paths, isolated, program, files.library_path(), folders)
 
 

@@ -19,10 +19,12 @@ from lab.registry import Lab as RegistryLab
 from lab.registry import missing, registry
 from lab.wheels import make_recipe
 
+from envbuild.base.libraries import inventory
 from envbuild.image.layout import Blobs
 
 from .conftest import ARCH, Command, use_base_of_pt_minimal
 
+LIBC = Path(f"/usr/lib/{os.uname().machine}-linux-gnu/libc.so.6")
 SITE = "usr/local/lib/python3.11/site-packages"
 NO_DAEMON = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
 
@@ -49,7 +51,8 @@ def forms(command: Command, loopback: RegistryLab, docker_daemon: Lab) -> dict[s
     """One image that envbuild did not make, carried by other tools to where images lie: place → spelling."""
     blobs = Blobs(command.folder / "blobs")
     status = Path("/var/lib/dpkg/status").read_bytes()
-    base = made.layer(blobs, {"var/lib/dpkg/status": status, "usr/bin/": "", "old": "1"})
+    libraries = {f"usr/lib/{path.name}": path.read_bytes() for path in (LIBC, *LIBC.parent.glob("ld-linux-*.so.*"))}
+    base = made.layer(blobs, {"var/lib/dpkg/status": status, "usr/bin/": "", "old": "1", **libraries})
     top = made.layer(blobs, {**made.package("six", "1.16", {"six.py": "1"}, site=SITE), ".wh.old": ""})
     descriptor, config = made.image(blobs, [base, top], Env=["PATH=/bin", "HF_TOKEN=hunter2"], Cmd=["sh"])
     made.layout(command.folder / "layout", blobs, [(descriptor, "lab:1")])
@@ -73,6 +76,12 @@ def test_an_image_is_the_same_wherever_it_lies(command: Command, forms: dict[str
     listed = ["dpkg-query", "--show", "--showformat=${db:Status-Status} ${Package} ${Version} ${Architecture}\n"]
     rows = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.splitlines()
     expected = sorted(row.split()[1:] for row in rows if row.startswith("installed "))
+    node = command.folder / "node/libfabric.so.1"
+    node.parent.mkdir()
+    shutil.copy(LIBC.with_name("libm.so.6"), node)  # it needs libc.so.6, too
+    stack = command.folder / "stack.toml"
+    stack.write_text(f'[host_stack]\nmode = "inject"\nlibfabric = "{node.parent}"\n')
+    (command.folder / "stack.stack.json").write_text(json.dumps(inventory([str(node)], alone=True)))
     for place, text in forms.items():
         # a store of its own each: nothing is known from the place before
         store = {"ENVBUILD_STORE": str(command.folder / f"store {place}")}
@@ -86,6 +95,11 @@ def test_an_image_is_the_same_wherever_it_lies(command: Command, forms: dict[str
         assert (done.returncode, done.stdout) == (0, "equal\n"), place
         sbom = command("inspect", text, "--sbom", "cyclonedx", **store)
         assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(sbom.stdout) is None
+        if place in ("registry", "daemon"):
+            verdict = command.json("check", text, "--site", stack, **store)
+            assert [(row["status"], row["text"]) for row in verdict["findings"]] == [
+                ("good", f"libfabric.so.1 is the nodes' {node}")
+            ], place
 
 
 @pytest.mark.skipif(shutil.which("skopeo") is None, reason="not installed: skopeo")

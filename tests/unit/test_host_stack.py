@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from lab import artifacts as lab
 
 from ddp_train.preflight.model import FAIL, Facts, Node, Requirements
 from ddp_train.preflight.rules_node import resources
@@ -26,6 +27,7 @@ from envbuild.compat.host_stack import ArtifactLibraries, HostInventory, judge_s
 from envbuild.compat.rows import CompatFinding
 from envbuild.doctor import sites
 from envbuild.doctor.probe import Host
+from envbuild.image.layout import Blobs
 from envbuild.jobs import submit
 from envbuild.jobs.model import JobInputs, JobRequest
 from envbuild.jobs.plan import plan_job
@@ -447,6 +449,7 @@ def test_the_command_judges_an_environment_on_this_host(compiled: Compiled, tmp_
     env = Compiled(compiled.root / "env")
     compiled.library("nodes/libfabric.so.1", defines="fab", versions="FABRIC_1.7")
     plugin = env.library("lib/libnccl-net.so", calls="fab", wants="../nodes/libfabric.so.1")
+    (env.root / "pyvenv.cfg").touch()
     runner = CliRunner(env={"HOME": str(tmp_path), "XDG_CONFIG_HOME": "", "ENVBUILD_SITE": "", "COLUMNS": "300"})
     file = site_file(tmp_path, f'mode = "inject"\nlibfabric = "{compiled.root}/nodes"\n')
     words = ["check", str(env.root), "--site", str(file)]
@@ -463,6 +466,32 @@ def test_the_command_judges_an_environment_on_this_host(compiled: Compiled, tmp_
         assert (verdict["verdict"] == "good") == (said == ""), (said, verdict)
     shown = runner.invoke(cli, words)
     assert "needs FABRIC_1.7, and the nodes'" in shown.output and "fix: build libnccl-net.so against" in shown.output
+
+
+def test_an_image_is_judged_as_its_layers_merge(compiled: Compiled, tmp_path: Path) -> None:
+    """A plugin of the lowest layer and, in the folder of the image's LD_LIBRARY_PATH, the libfabric of the highest."""
+    fabric, bare = "own/libfabric.so.1", "-nostdlib"
+    compiled.library(fabric, bare, defines="fab", versions="FABRIC_1.7")
+    plugin = Path(compiled.library("libnccl-net.so", bare, calls="fab", wants=fabric))
+    new = (compiled.root / fabric).read_bytes()
+    old = Path(compiled.library(fabric, bare, defines="fab", versions="FABRIC_1.6")).read_bytes()
+    files = {"opt/env/lib/libnccl-net.so": plugin.read_bytes(), f"opt/{fabric}": old}
+    blobs = Blobs(tmp_path / "blobs")
+    layers = [lab.layer(blobs, rows) for rows in (files, {f"opt/{fabric}": new}, {"opt/own/.wh.libfabric.so.1": ""})]
+    file = site_file(tmp_path, 'libfabric = "/nonexistent"\n')
+    (tmp_path / "s.stack.json").write_text(json.dumps(inventory([])))
+    variables = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": "", "ENVBUILD_SITE": "", "ENVBUILD_STORE": str(tmp_path)}
+    for count, code, text in (
+        (1, 3, "needs FABRIC_1.7, and the artifact's /opt/own/libfabric.so.1 has FABRIC_1.6 at most"),
+        (2, 0, "the artifact's lib/libnccl-net.so loads libfabric.so.1: the artifact's /opt/own/libfabric.so.1"),
+        (3, 3, "needs libfabric.so.1, which no searched folder has"),
+    ):
+        descriptor, _ = lab.image(blobs, layers[:count], Env=["LD_LIBRARY_PATH=/opt/own"])
+        layout = lab.layout(tmp_path / f"layout{count}", blobs, [(descriptor, "lab:1")])
+        words = ["check", f"oci:{layout}", "--site", str(file), "--json"]
+        done = CliRunner(env=variables).invoke(cli, words)
+        assert done.exit_code == code, done.output
+        assert text in done.output, done.output
 
 
 def test_an_artifact_without_libraries_is_refused(tmp_path: Path) -> None:
