@@ -13,7 +13,8 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 # Files that an installer adds: they describe the installation, not the distribution.
 _INSTALLER_FILE = re.compile(rb"\"?[^/,]+\.dist-info/(?:uv_cache\.json|INSTALLER|REQUESTED|direct_url\.json)\"?(?:,|$)")
@@ -58,13 +59,19 @@ def record_digest(record: bytes) -> str:
     return "sha256:" + hashlib.sha256(b"\n".join(sorted(kept))).hexdigest()
 
 
-def conda_digest(rows: Iterable[tuple[str, str]]) -> str:
-    """Return the sha256 of a conda package's list of files; it does not depend on the prefix.
+def conda_digest(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return the sha256 of a conda package's files without bytecode, from the rows of its record in conda-meta.
 
-    The rows are (path in the prefix, hexadecimal sha256 of the file in the package), in any order. The second is "" for
-    files that are not in the package, such as scripts of entry points.
+    It depends neither on the prefix nor on the order of the rows.
     """
-    return json_digest(sorted(rows))
+    files = []
+    for row in rows:
+        if not row["_path"].endswith(".pyc"):
+            # Scripts are generated during installation, with the prefix in them: the package does not contain them.
+            generated = row.get("path_type") == "unix_python_entry_point"
+            sha256 = "" if generated else str(row.get("sha256") or "")
+            files.append((row.get("original_path") or row["_path"], sha256))
+    return json_digest(sorted(files))
 
 
 def top_level(paths: Iterable[str]) -> tuple[str, ...]:

@@ -36,15 +36,9 @@ def read_records(root: Path, files: Files = HOST) -> list[dict[str, Any]]:
 
 def conda_packages(records: list[dict[str, Any]]) -> list[Distribution]:
     """Return the packages of `records`; a digest covers the list of files and does not depend on the prefix."""
-
-    def original(row: dict[str, Any]) -> tuple[str, str]:
-        # Scripts are generated during installation, with the prefix in them: the package does not contain them.
-        generated = row.get("path_type") == "unix_python_entry_point"
-        return row.get("original_path") or row["_path"], "" if generated else str(row.get("sha256") or "")
-
     packages = []
     for record in records:
-        digest = conda_digest(original(row) for row in _rows(record) if not row["_path"].endswith(".pyc"))
+        digest = conda_digest(_rows(record))
         inside = (row["_path"].partition("/site-packages/")[2] for row in _rows(record))
         packages.append(Distribution(str(record["name"]), str(record["version"]), digest, top_level(inside)))
     return packages

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar
 
 from envbuild.base.atomic import file_lock
-from envbuild.base.packages import is_digest, record_digest
+from envbuild.base.packages import conda_digest, is_digest, record_digest
 from envbuild.base.progress import Log, detail, reuse, step
 from envbuild.base.text import normalise
 from envbuild.cache.hashed import read_note, write_note
-from envbuild.contract.conda_meta import conda_packages
 from envbuild.contract.state import PREFIX
 from envbuild.image.entry import FILE, Tree, closing
 from envbuild.image.layer import Layer, checked_tar, decompressed, write_layer
@@ -57,8 +56,8 @@ def recorded(tree: Tree, rows: list[tuple[str, str, str]]) -> Tree:
                     name, _, version = record[1].rpartition("-")
                     rows.append((normalise(name), version, record_digest(data)))
                 else:
-                    packages = conda_packages([json.loads(data)])
-                    conda += [(package.name, package.version, package.record) for package in packages]
+                    about = json.loads(data)
+                    conda.append((about["name"], about["version"], conda_digest(about["paths_data"]["paths"])))
             yield entry, content
     if conda:
         rows[:] = conda
