@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, cast
 
 from envbuild.base.errors import HostError, VerificationError
 from envbuild.base.workers import Workers
-from envbuild.contract.image_manifest import OCI, PathRow
+from envbuild.contract.image_manifest import OCI
 from envbuild.contract.state import PREFIX, State
 from envbuild.contract.verification import VerifySettings
 from envbuild.image.limits import ImageLimits
@@ -77,11 +77,6 @@ def image_subject(
         kind="docker",
         manifest=image.file_manifest,
     )
-
-
-def image_rows(client: Any, image_id: str, limits: ImageLimits, timeout_s: float) -> dict[str, PathRow]:
-    """Return the manifest rows of an image in `client`'s daemon, without running it. Raises as `read_container`."""
-    return read_container(client, image_id, _until(timeout_s + _SPARE_S), limits, timeout_s).rows
 
 
 @dataclass(slots=True)
@@ -174,11 +169,9 @@ class ContainerNodes:
         if not self.containers[0].put_archive(WORK, buffer.getvalue()):
             raise VerificationError("the docker daemon refused files for a container")
 
-    def _run(
-        self, container: str, command: Sequence[str], *, variables: Mapping[str, str] | None = None, check: bool = True
-    ) -> str:
+    def _run(self, container: str, command: Sequence[str], *, check: bool = True) -> str:
         api = self.client.api
-        created = api.exec_create(container, list(command), environment=dict(variables or {}), stderr=True)
+        created = api.exec_create(container, list(command), stderr=True)
         out, err = api.exec_start(created["Id"], demux=True)
         code = api.exec_inspect(created["Id"])["ExitCode"]
         if check and code != 0:
