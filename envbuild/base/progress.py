@@ -341,21 +341,17 @@ class Display:
 
 def _wrapped(message: str, columns: int) -> str:
     """Return a message in lines of at most `columns`, broken at blanks; words such as paths stay whole."""
-    lines = []
-    for line in message.split("\n"):
-        indent = " " * (len(line) - len(line.lstrip()) + 2)
-        if len(line) <= columns:
-            lines.append(line)
-            continue
-        lines += textwrap.wrap(
-            line,
-            max(columns, 20),
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-            replace_whitespace=False,
-        )
-    return "\n".join(lines)
+    lines = message.split("\n")
+    return "\n".join(wrapped(line, max(columns, 20), len(line) - len(line.lstrip()) + 2) for line in lines)
+
+
+def wrapped(line: str, columns: int, indent: int) -> str:
+    """Return `line`, broken at blanks if it is wider than `columns`, with the rest indented; words stay whole."""
+    if len(line) <= columns:
+        return line
+    start = " " * indent
+    keep: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
+    return "\n".join(textwrap.wrap(line, columns, subsequent_indent=start, **keep))
 
 
 Log = Callable[[str], None]

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from envbuild.base.progress import display
+from envbuild.base.progress import display, wrapped
 
 
 def _say(context: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -58,19 +58,7 @@ def fitted(line: str, indent: int = 6) -> str:
     Words are never broken: one that would be too wide with the indentation gets less of it.
     """
     limit = width()
-    if len(line) <= limit:
-        return line
-    start = min(indent, max(2, limit - max(map(len, line.split()))))
-    return "\n".join(
-        textwrap.wrap(
-            line,
-            limit,
-            subsequent_indent=" " * start,
-            break_long_words=False,
-            break_on_hyphens=False,
-            replace_whitespace=False,
-        )
-    )
+    return wrapped(line, limit, min(indent, max(2, limit - max(map(len, line.split()), default=0))))
 
 
 def columns(rows: Sequence[Sequence[str]], most: int = NO_LIMIT) -> list[str]:
