@@ -78,12 +78,12 @@ def recipe_files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
 
 
-def lock_plans(loaded: LoadedRecipe, target: Target, environment: Environment, *, offline: bool) -> list[LockedPlan]:
+def lock_plans(loaded: LoadedRecipe, target: Target, environment: Environment) -> list[LockedPlan]:
     """Return the plans of builds of `loaded` for `target`: each environment, and the image with its builder's lock.
 
     Plans whose locks are not current are left out. Raises LockError if there is no other one.
     """
-    use: LockUse = {"locked": True, "offline": offline, "log": lambda _: None, "write": False}
+    use: LockUse = {"locked": True, "offline": False, "log": lambda _: None, "write": False}
     others = (loaded.for_python(target, python) for python in loaded.recipe.targets[target.name].pythons)
     plans: list[LockedPlan] = []
     faults = []

@@ -80,7 +80,7 @@ def push_environment(
     since it was built, LockError and BuildError.
     """
     check_portable(loaded, "a pushed environment")
-    for plan, _ in lock_plans(loaded, Target.parse(state.target), environment, offline=False):
+    for plan, _ in lock_plans(loaded, Target.parse(state.target), environment):
         if state.plan_digest in (plan.digest, replace(plan, compile_bytecode=True).digest):
             break
     else:

@@ -143,18 +143,13 @@ def reported(file: str | None, places: Sequence[Path], environment: Environment 
     if file != BESIDE:  # the folder of receipts is made by the build
         check_out(page, "--report")
     where = environment or load_environment()
-    before = {path: _state(path) for place in places for path in map(receipt_path, (place, failed_path(place)))}
-    receipts = {path: _loaded(path) for path in before}
+    passing = {path: receipt_path(place) for place in places for path in map(receipt_path, (place, failed_path(place)))}
+    before, receipts = {path: _state(path) for path in passing}, {path: _loaded(path) for path in passing}
 
     def write(paths: Sequence[Path]) -> None:
-        # A failed one is compared with the passing one before it.
-        older = {
-            path: receipts[path] or receipts[receipt_path(place)]
-            for place in places
-            for path in map(receipt_path, (place, failed_path(place)))
-        }
         if paths:
-            _write([read_entry(str(path), where, older[path]) for path in paths], page)
+            # A failed one is compared with the passing one before it.
+            _write([read_entry(str(path), where, receipts[path] or receipts[passing[path]]) for path in paths], page)
             log(f"report: {page}")
 
     try:

@@ -523,7 +523,7 @@ def _plans(
     for loaded in recipes:
         for name in [target] if target else loaded.recipe.targets:
             try:
-                yield loaded, lock_plans(loaded, loaded.target(name)[0], environment, offline=False)
+                yield loaded, lock_plans(loaded, loaded.target(name)[0], environment)
             except LockError as error:
                 log(f"{loaded.recipe.name} {name}: left out: {error.message.splitlines()[0]}")
 
