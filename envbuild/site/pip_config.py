@@ -28,20 +28,6 @@ _SECTIONS = ("global", "download", "install")
 _ALIASES = {"pypi-url": "index-url", "default-timeout": "timeout"}
 _SWITCHES = dict.fromkeys(("y", "yes", "t", "true", "on", "1"), True)
 _SWITCHES |= dict.fromkeys(("n", "no", "f", "false", "off", "0"), False)
-# The options of PipConfig.
-_WANTED = (
-    "index-url",
-    "extra-index-url",
-    "find-links",
-    "no-index",
-    "cert",
-    "client-cert",
-    "trusted-host",
-    "proxy",
-    "timeout",
-    "retries",
-)
-
 # uv's variables that are kept: they affect how uv works (speed, credentials, links, the location of its
 # Pythons), but not the resolution. Any other UV_* variable (UV_INDEX, UV_PYTHON, UV_EXCLUDE_NEWER,
 # UV_PRERELEASE, UV_CONFIG_FILE, ...) could give two users different locks of one recipe.
@@ -144,7 +130,7 @@ def _merged(env: Mapping[str, str], prefix: str, etc: Path) -> dict[str, _Settin
     for variable, value in env.items():
         if variable.startswith("PIP_") and value.strip():
             merged[_name(variable[4:])] = _Setting(value, variable)
-    return {name: setting for name, setting in merged.items() if name in _WANTED}
+    return merged
 
 
 def _files(env: Mapping[str, str], prefix: str, etc: Path) -> Iterator[Path]:
