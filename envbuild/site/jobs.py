@@ -15,7 +15,7 @@ from typing import Literal
 
 from envbuild.base.masking import looks_secret, redact, sounds_secret
 from envbuild.base.text import SIZES
-from envbuild.base.toml import form, key
+from envbuild.base.toml import Rules, form, key
 from envbuild.data.schedulers import LAUNCHER_NAMES, LAUNCHERS, SCHEDULER_NAMES, TITLES
 from envbuild.gpus import GPU_PATTERN, gpu_problem
 
@@ -95,6 +95,7 @@ mount_problem = form(r"/[^:,\s]*(:/[^:,\s]*)?", "is not /PATH or /HOST:/CONTAINE
 label_problem = form(_LABEL, f"is not a name in Kubernetes: up to 63 of a-z, 0-9 and -{_ENDS}")
 # "" names no object, such as a claim or secret.
 object_problem = form(f"({_SUBDOMAIN})?", f"is not a name in Kubernetes: up to 253 of a-z, 0-9, - and .{_ENDS}")
+_OBJECT: Rules = {"check": object_problem, "pattern": r"^[a-z0-9.-]*$"}
 node_label_problem = form(
     f"({_PREFIX})?{_NAME}",
     "is not the name of a label: NAME or DOMAIN/NAME, NAME of up to 63 letters, digits, -, _ and .",
@@ -417,13 +418,7 @@ class KubernetesTable:
 
     namespace: str = key("default", "Namespace.", check=label_problem, pattern=r"^[a-z0-9-]+$")
     api: Literal["v1", "v2"] = key("v1", "v1: PyTorchJob of the training operator; v2: TrainJob of Trainer.")
-    claim: str = key(
-        "",
-        "Persistent volume claim with data and snapshots.",
-        check=object_problem,
-        pattern=r"^[a-z0-9.-]*$",
-        example="fsx-pv",
-    )
+    claim: str = key("", "Persistent volume claim with data and snapshots.", **_OBJECT | {"example": "fsx-pv"})
     mount: str = key("/data", "Where pods see it.", check=mount_path_problem, pattern=r"^/\S*$")
     shm: str = key("", "Size of /dev/shm.", pattern=r"^(\d+[KMGT]i?)?$", example="16Gi")
     node_selector: dict[str, str] = key(
@@ -444,10 +439,8 @@ class KubernetesTable:
     annotations: dict[str, str] = key(
         {}, "Annotations of the job and its pods.", key_check=annotation_problem, check=value_problem
     )
-    priority_class: str = key(
-        "", "PriorityClass of pods. A TrainJob has that of its runtime.", check=object_problem, pattern=r"^[a-z0-9.-]*$"
-    )
-    service_account: str = key("", "ServiceAccount of pods.", check=object_problem, pattern=r"^[a-z0-9.-]*$")
+    priority_class: str = key("", "PriorityClass of pods. A TrainJob has that of its runtime.", **_OBJECT)
+    service_account: str = key("", "ServiceAccount of pods.", **_OBJECT)
     resources: dict[str, str] = key(
         {}, "Limits of a pod besides GPUs, such as vpc.amazonaws.com/efa.", entry_check=resource_problem
     )
@@ -463,7 +456,7 @@ class KubernetesTable:
         pattern=r"^([1-9]\d*(:\d+)?)?$",
         example="1000:1000",
     )
-    pull_secret: str = key("", "Name of the secret for pulling.", check=object_problem, pattern=r"^[a-z0-9.-]*$")
+    pull_secret: str = key("", "Name of the secret for pulling.", **_OBJECT)
     volumes: dict[str, str] = key(
         {},
         "More volumes: path in pods → claim:NAME, configmap:NAME, host:/PATH (:ro to only read) or empty[:SIZE].",

@@ -105,6 +105,10 @@ _repository_problem = form(
 )
 
 
+def _age_problem(text: str) -> str | None:
+    return None if seconds(text) else f"expected {AGES}"
+
+
 def _name_problem(name: str) -> str | None:
     return None if name.startswith("/") and os.path.normpath(name) == name else _repository_problem(name)
 
@@ -121,11 +125,7 @@ class TrustTable:
     )
     sigstore: str = key("", "File with the trust configuration of your own Sigstore, for identities.")
     checks: tuple[str, ...] = key((), "Checks that must have passed, such as faults need: restart.")
-    max_age: str = key(
-        "",
-        "The greatest age of a verification, such as 90d.",
-        check=lambda text: None if seconds(text) else f"expected {AGES}",
-    )
+    max_age: str = key("", "The greatest age of a verification, such as 90d.", check=_age_problem)
     attestations: tuple[Literal["sbom", "provenance"], ...] = key(
         (), "What must be attested besides; what is there is checked in any case."
     )
@@ -148,11 +148,7 @@ class AuditTable:
     """`[audit]`: the database of known vulnerabilities that `envbuild audit` reads."""
 
     database: str = key("", "Folder with OSV's exports: PyPI/all.zip and Debian/all.zip.", example="/srv/osv")
-    max_age: str = key(
-        "14d",
-        "The greatest age of its newest record.",
-        check=lambda text: None if seconds(text) else f"expected {AGES}",
-    )
+    max_age: str = key("14d", "The greatest age of its newest record.", check=_age_problem)
     exceptions: dict[str, AuditException] = key(
         {}, "Identifier of a vulnerability → why it is accepted, and until when."
     )
