@@ -138,18 +138,13 @@ def changed_locks(before: LoadedRecipe, after: LoadedRecipe) -> list[LockKind[An
 
     Returns the stale locks that exist; if none exists, all locks.
     """
-    lock_kinds = []
+    kinds: list[LockKind[Any]] = []
     for name in after.recipe.targets:
         target = after.target(name)[0]
-        old = (
-            {lock_kind.file: lock_kind.digest for lock_kind in needed_locks(before, target)}
-            if name in before.recipe.targets
-            else {}
-        )
-        lock_kinds += [
-            lock_kind for lock_kind in needed_locks(after, target) if old.get(lock_kind.file) != lock_kind.digest
-        ]
-    return [lock_kind for lock_kind in lock_kinds if lock_kind.inspect().lock is not None] or lock_kinds
+        known = needed_locks(before, target) if name in before.recipe.targets else []
+        digests = {kind.file: kind.digest for kind in known}
+        kinds += [kind for kind in needed_locks(after, target) if digests.get(kind.file) != kind.digest]
+    return [kind for kind in kinds if kind.inspect().lock is not None] or kinds
 
 
 def locked_stack(loaded: LoadedRecipe, target: Target) -> tuple[Stack, str]:

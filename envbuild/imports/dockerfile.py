@@ -73,10 +73,8 @@ _OF_ENVIRONMENT = ("requirement", "constraint", "pin", "index", "conda", "conda-
 _REDIRECTED = "a redirection of the shell: quote a requirement that has < or >"
 _NEWLINE = ";;"  # which no command of a RUN outside of `case` has
 _COPIES = "copies files: own code belongs to [project]"
-_REASONS = dict.fromkeys(("COPY", "ADD"), _COPIES) | {
-    "FROM": "a recipe builds on Debian, or names base and python in [image]",
-    "ARG": "its default is used where the file names it",
-}
+_OTHER_BASE = "a recipe builds on Debian, or names base and python in [image]"
+_DEFAULT = "its default is used where the file names it"
 # Folders of environments, and the words before the path of one that a command makes.
 _ENVIRONMENT = re.compile(
     r"/($|usr($|/local)|opt/conda|.*(venv|virtualenv|site-packages|dist-packages|\.local)(/|$)"
@@ -186,7 +184,7 @@ def _instruction(
         given = _values(rest, stage.variables)
         declared = re.findall(r"^(\w+)$", text)
         stage.args |= given | {name: stages[0].args[name] for name in declared if name in stages[0].args}
-        yield lost(f"ARG {' '.join(f'{key}={value}' for key, value in given.items()) or rest}", place, _REASONS["ARG"])
+        yield lost(f"ARG {' '.join(f'{key}={value}' for key, value in given.items()) or rest}", place, _DEFAULT)
     elif name == "ENV":
         given = _values(rest, stage.variables)
         stage.env |= given
@@ -203,7 +201,7 @@ def _instruction(
     elif name == "RUN":
         yield from _run(text, place, stage, folder)
     else:
-        yield lost(f"{name} {rest}", place, _REASONS.get(name, "a recipe has no such setting"))
+        yield lost(f"{name} {rest}", place, "a recipe has no such setting")
 
 
 def _replaced(text: str, variables: Mapping[str, str]) -> str:
@@ -269,7 +267,7 @@ def _base(image: str, place: str) -> Iterator[Statement]:
         return
     if "torch" in about:
         yield Statement("requirement", f"torch=={about['torch']}", place)
-    yield lost(f"FROM {image}", place, _REASONS["FROM"]) if match else Statement("base", image, place)
+    yield lost(f"FROM {image}", place, _OTHER_BASE) if match else Statement("base", image, place)
 
 
 def _copy(text: str, shown: str, place: str, stage: _Stage, stages: list[_Stage], folder: Path) -> Iterator[Statement]:

@@ -110,9 +110,8 @@ def audited(lock: object) -> tuple[set[AuditedPackage], int]:
         }
         return own | audited(lock.pip)[0], len(lock.packages) - len(own)
     if isinstance(lock, Lock):
-        rows = [(package.name, package.version) for package in lock.packages]
-        rows += [(package.name, package.version) for package in lock.built]
-        return {AuditedPackage(PYPI, normalise(name), version.partition("+")[0]) for name, version in rows}, 0
+        versions = lock.versions.items()
+        return {AuditedPackage(PYPI, normalise(name), version.partition("+")[0]) for name, version in versions}, 0
     if isinstance(lock, ImageLock) and isinstance(lock.base, DebianLock):
         release = _RELEASES.get(lock.base.suite)
         if release is None:
