@@ -4,8 +4,9 @@ A job's container is a child of conmon, which leaves the tree of the job's proce
 ends the container and removes its folder when the job's script ends, also by SIGKILL; where Slurm kills that process,
 too (proctrack/cgroup), the next job of the user removes the folder.
 
-Sources: podman 4.3.1 (options, in tests); conmon, src/ctr_exit.c, which passes SIGTERM on; NVIDIA, Container Device
-Interface (`--device nvidia.com/gpu=all`); NERSC/podman-hpc 1.1.4.
+Sources: podman 4.3.1 (options, in tests) and 5.4.2; conmon, src/ctr_exit.c, which passes SIGTERM on; NVIDIA, Container
+Device Interface (`--device nvidia.com/gpu=all`); NERSC/podman-hpc 1.1.4, podman_hpc/podman_hpc.py: it adds options and
+becomes podman.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ job=$1 XDG_RUNTIME_DIR=$1 container=envbuild-${1##*/}
 export XDG_RUNTIME_DIR
 [ -z "${2-}" ] || cat "$job/alive" >/dev/null
 [ -d "$job" ] || exit 0
-read -r disk <"$job/disk"
+read -r disk <"$job/disk" || exec rm -rf "$job"
 podman() {
     command @COMMAND@ "$@"
 }
