@@ -161,10 +161,8 @@ def of_ranks(script: ParsedScript) -> Iterator[Fault]:
         if not most:
             continue
         each = launch.option("--ppn", "-ppn", "--ntasks-per-node", "-npernode", "--npernode") == "1"
-        alone = len(script.launches) == 1 and each
-        alone |= (
-            len(script.launches) == 1 and (script.tasks <= 1 or not launch.launcher) and launch.launcher not in _MPIRUN
-        )
+        one = (script.tasks <= 1 or not launch.launcher) and launch.launcher not in _MPIRUN
+        alone = len(script.launches) == 1 and (each or one)
         if ranks > most:
             chosen: Literal["", "warning"] = "warning" if seen > gpus > 0 else ""  # GPUs of the script's own choice
             yield Fault("ranks-exceed-gpus", script.where("nproc", line), f"{ranks} ranks, {most} GPUs", level=chosen)

@@ -249,9 +249,9 @@ def of_blocks(script: ParsedScript) -> Iterator[Fault]:
 def of_assignments(script: ParsedScript) -> Iterator[Fault]:
     """Find lines that look like assignments but are not."""
     for command in script.commands:
+        line = script.lines[command.line - 1]
         words = command.words[1:] if command.words[:1] in (("export",), ("env",)) else command.words[:1]
         for word in words:
-            line = script.lines[command.line - 1]
             # export "$NAME"="$VALUE" of a loop over names; declare takes the name of its variable from another one.
             named = f'"{word[:2]}' in line or _DECLARES.search(line) is not None
             if not command.file and not named and _DOLLAR.fullmatch(word.partition("=")[0]) and "=" in word:
@@ -260,18 +260,13 @@ def of_assignments(script: ParsedScript) -> Iterator[Fault]:
         started = _started(command.words) if command.program == "srun" and not command.file else ""
         if _PREFIX.match(started):
             yield Fault("assignment-malformed", command.line, started.partition("=")[0] + "=")
-        name = (
-            _HELD.fullmatch(command.words[0])
-            if command.words and "eval" not in script.lines[command.line - 1]
-            else None
-        )
+        name = _HELD.fullmatch(command.words[0]) if command.words and "eval" not in line else None
         held = script.held.get(name[1], ())[-_MOST:] if name else ()
         begins = [text.partition("=")[0] for text in held if _PREFIX.match(text)]
         # In bash -c "$CMD" the other shell takes it for an assignment.
         if begins and not (command.file or command.around):
             level: Literal["", "warning"] = "" if len(begins) == len(held) else "warning"
             yield Fault("assignment-malformed", command.line, f"{begins[0]}=", level=level)
-        line = script.lines[command.line - 1]
         spaced = command.words[1:2] == ("=",) and re.fullmatch(r"[A-Za-z_]\w*", command.words[0])
         spaced = spaced and re.search(rf"\b{command.words[0]}\s+=\s", line)
         if spaced and not (
