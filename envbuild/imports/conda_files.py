@@ -185,10 +185,8 @@ def conda_entries(
         if platform not in _LINUX:
             yield lost(f"{name} {spec}", place, OTHER_SYSTEM, group)
         elif about.get("source") == "pypi" or keys[-1] == "pypi-dependencies":
-            pip = {key: value for key, value in about.items() if key != "source"}
-            yield from (
-                replace(statement, platform=platform) for statement in poetry_requirement(name, pip, place, group)
-            )
+            for statement in poetry_requirement(name, about, place, group):
+                yield replace(statement, platform=platform)
         elif about.keys() - {"version", "build", "channel"}:
             yield lost(f"{name} = {spec}", place, SOURCE, group)
         else:
