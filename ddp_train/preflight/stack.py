@@ -43,8 +43,8 @@ def loaded_stack(environ: Mapping[str, str]) -> tuple[str, dict[str, str], str]:
     """
     table: dict[str, Any] = json.loads(environ[STACK])
     places = table["places"]
-    names = list(filter(None, [table.get("plugin"), FABRIC]))
-    names += sorted(filter(MPI.fullmatch, map(os.path.basename, glob.glob(f"{table['mpi']}/*.so.*"))))
+    mpi = sorted(filter(MPI.fullmatch, map(os.path.basename, glob.glob(f"{table['mpi']}/*.so.*"))))
+    names = [*filter(None, [table.get("plugin")]), *mpi, FABRIC]  # no rank loads libfabric before what needs it
     done = subprocess.run(
         [sys.executable, "-c", _LOAD, *names],
         env={**environ},

@@ -24,7 +24,7 @@ HEAD = 20  # bytes of a file that name its processor
 # Values of e_machine.
 MACHINES = {"i386": 3, "ppc64": 21, "s390x": 22, "arm": 40, "x86_64": 62, "aarch64": 183, "riscv64": 243}
 _PT_LOAD, _PT_DYNAMIC = 1, 2
-_NEEDED, _STRSZ, _SONAME, _RPATH, _RUNPATH = 1, 10, 14, 15, 29
+_NEEDED, _STRSZ, _SONAME, _RPATH, _RUNPATH, _FILTER = 1, 10, 14, 15, 29, 0x7FFFFFFF
 _VERDEF, _VERDEFNUM, _VERNEED, _VERNEEDNUM = 0x6FFFFFFC, 0x6FFFFFFD, 0x6FFFFFFE, 0x6FFFFFFF
 _WEAK = 2  # VER_FLG_WEAK: the loader does without such a version
 _END = 32 << 20  # the names in libtorch_cpu.so take 6 MB, those at the beginning of Intel's extension 41 MB
@@ -168,7 +168,7 @@ def _read(read: ReadAt, symbols: bool) -> Elf | None:
         dynamic=True,
         runpath=text(paths[0]) if paths else "",
         inherited=bool(paths) and _RUNPATH not in entries,
-        needed=tuple(text(offset) for offset in entries.get(_NEEDED, ())),
+        needed=tuple(text(offset) for tag in (_FILTER, _NEEDED) for offset in entries.get(tag, ())),
         soname=text(entries[_SONAME][0]) if _SONAME in entries else "",
         needs=tuple(dict.fromkeys(needs)),
         defines=tuple(sorted(defines)),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import asdict, dataclass, field
@@ -34,7 +34,7 @@ def run_path(path: str, elf: Elf) -> list[str]:
     return [os.path.normpath(f.replace("$ORIGIN", here)) for f in folders if f.startswith(("/", "$ORIGIN"))]
 
 
-def inventory(places: Iterable[str], *, alone: bool = False) -> dict[str, Any]:
+def inventory(places: Sequence[str], *, alone: bool = False) -> dict[str, Any]:
     """Return the libraries of this host in `places`, which are files and folders, as a JSON object.
 
     Unless `alone`, it also has the libraries that these load from elsewhere, and the folders in which the loader
@@ -44,9 +44,9 @@ def inventory(places: Iterable[str], *, alone: bool = False) -> dict[str, Any]:
     for place in places:
         todo += sorted(glob.glob(f"{glob.escape(place)}/*.so*")) if os.path.isdir(place) else [place]
     system = [] if alone else system_folders()
-    searched = [*map(os.path.dirname, todo), *system]
+    searched = list(dict.fromkeys([*map(os.path.dirname, todo), *system]))
     libraries: dict[str, Elf] = {}
-    links: dict[str, str] = {}
+    links = {place: real for place in places if (real := os.path.realpath(place)) != place}
     for path in todo:  # grows
         real = os.path.realpath(path)
         if real != path:
@@ -56,7 +56,7 @@ def inventory(places: Iterable[str], *, alone: bool = False) -> dict[str, Any]:
                 libraries[real] = elf
                 for name in () if alone else elf.needed:
                     folders = [*run_path(path, elf), *searched]
-                    todo += [p for p in (f"{folder}/{name}" for folder in folders) if os.path.exists(p)][:1]
+                    todo += filter(os.path.exists, (f"{folder}/{name}" for folder in folders))
     rows = {path: asdict(elf) for path, elf in sorted(libraries.items())}
     return {"format": FORMAT, "folders": system, "links": links, "libraries": rows}
 

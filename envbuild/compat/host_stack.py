@@ -23,6 +23,8 @@ _DRIVER = "libcuda.so.1"
 _OF_DRIVER = re.compile("lib(?:cuda|nvidia)")
 _PLUGIN = re.compile(r"/lib(?:nccl|rccl)-net[\w-]*\.so\Z")
 _ANY_MPI = re.compile(r"libmpi[\w.-]*\.so\.\d+")
+# Libraries of an MPI itself: programs in C++ and Fortran load them, or the MPI does, which goes on without them.
+_PART_OF_MPI = re.compile(r"/(?:libmpi|libmca_|mca_|liboshmem)[^/]*\Z")
 _TORCH = re.compile(r"/site-packages/torch/lib/libtorch_(?:cuda|hip|python)\.so\Z")
 _API = re.compile(r"ncclNet(?:Plugin)?_v(\d+)")
 # Where an artifact says the version of its NCCL: the file of a source layer, a wheel, a conda package.
@@ -79,7 +81,7 @@ class ArtifactLibraries:
 def judge_stack(table: HostStackTable, host: HostInventory, artifact: ArtifactLibraries) -> list[CompatFinding]:
     """Return a finding for each part of the stack that ranks of `artifact` would load with the mode of `table`."""
     seen = _Meeting(table, host, artifact)
-    findings = [*seen.plugin(), *seen.fabric(), *seen.mpi(), *seen.driver()]
+    findings = [*seen.start(), *seen.plugin(), *seen.fabric(), *seen.mpi(), *seen.driver()]
     return findings or [finding("note", "stack", "neither the nodes nor the artifact have libraries of this kind")]
 
 
@@ -100,12 +102,33 @@ class _Meeting:
         return bool(of_driver) or any(f"{path}/".startswith(f"{place}/") for place in self.table.injected)
 
     def find(self, path: str) -> Elf | None:
-        return self.host.find(path) if self.of_host(path) else self.artifact.find(path)
+        if not self.of_host(path):
+            return self.artifact.find(path)
+        return None if self._led_out(path) else self.host.find(path)
+
+    def _led_out(self, path: str) -> str:
+        """Return the node's file to which the link at `path` leads out of what a job mounts, else ""."""
+        links, mounted = self.host.links, self.table.injected
+        folders = tuple(f"{folder}/" for place in mounted for folder in (place, links.get(place, place)))
+        target = links.get(path, path)
+        of_folder = self.artifact.isolated and path.startswith(folders) and path not in mounted
+        return target if of_folder and not target.startswith(folders) else ""
+
+    def start(self) -> Iterator[CompatFinding]:
+        process = self._process()
+        for mapped in process.mapped:
+            for fault in process.absent_versions(mapped):
+                if self.of_host(fault.path) or self.of_host(fault.of):
+                    yield finding("bad", "Python", *self._told(fault))
+                    return
+
+    @property
+    def _plugin(self) -> str:
+        own = (path for path in self.paths if _PLUGIN.search(path) and self.artifact.find(path))
+        return (self.table.injected and self.table.nccl_plugin) or next(own, "")
 
     def plugin(self) -> Iterator[CompatFinding]:
-        own = (path for path in self.paths if _PLUGIN.search(path) and self.artifact.find(path))
-        path = (self.table.injected and self.table.nccl_plugin) or next(own, "")
-        if path:
+        if path := self._plugin:
             yield self._loaded("plugin", path, FABRIC)
             library = self.find(path)
             yield from [self._api(path, library)] if library else []
@@ -125,20 +148,27 @@ class _Meeting:
         return finding("bad", "plugin", text, "take a plugin for this NCCL, or another NCCL", by=row)
 
     def fabric(self) -> Iterator[CompatFinding]:
-        if (self.table.injected and self.table.libfabric) or self._process().load(FABRIC) is None:
+        if (self.table.injected and self.table.libfabric) or self._process().open(FABRIC):
             yield self._loaded("libfabric", FABRIC, FABRIC)
 
     def mpi(self) -> Iterator[CompatFinding]:
-        named = ((path, self.artifact.find(path)) for path in self.paths if ".so" in posixpath.basename(path))
+        own = (path for path in self.paths if ".so" in posixpath.basename(path) and not _PART_OF_MPI.search(path))
+        named = ((path, self.artifact.find(path)) for path in own)
         users = (
             (path, name) for path, library in named if library for name in filter(_ANY_MPI.fullmatch, library.needed)
         )
-        findings = [self._loaded("MPI", path, name) for path, name in dict(users).items()]
-        yield from sorted(findings, key=lambda row: row.status != "bad")[:1]
-        if not findings and self.table.injected:  # the preflight loads it, too
+        modules: dict[str, CompatFinding] = {}
+        for path, name in dict(users).items():
+            # MPI.mpich.cpython-311.so and MPI.openmpi.cpython-311.so are one module: mpi4py loads the one that can be.
+            module = posixpath.join(posixpath.dirname(path), posixpath.basename(path).partition(".")[0])
+            if module not in modules or modules[module].status == "bad":
+                modules[module] = self._loaded("MPI", path, name)
+        yield from sorted(modules.values(), key=lambda row: row.status != "bad")[:1]
+        if self.table.injected:  # the preflight loads it, too
             places = map(posixpath.split, sorted({*self.host.libraries, *self.host.links}))
             names = [name for folder, name in places if folder == self.table.mpi and MPI.fullmatch(name)]
-            yield from (self._loaded("MPI", name, name) for name in names)
+            rows = [self._loaded("MPI", name, name, after=self._plugin) for name in names]
+            yield from (row for row in rows if row.status == "bad" or not modules)
 
     def driver(self) -> Iterator[CompatFinding]:
         if self.table.driver:
@@ -152,9 +182,11 @@ class _Meeting:
             process.open(library)
         return process
 
-    def _loaded(self, subject: str, name: str, wanted: str) -> CompatFinding:
-        """Return the finding about `name`, which a rank loads, and about the library `wanted`, which it needs."""
+    def _loaded(self, subject: str, name: str, wanted: str, after: str = "") -> CompatFinding:
+        """Return the finding about `name`, loaded by a rank `after` another, and the library `wanted` that it needs."""
         process = self._process()
+        if after:
+            process.open(after)
         if fault := process.load(name):
             return finding("bad", subject, *self._told(fault))
         path, title = process.loaded(wanted), self._shown(name) if "/" in name else name
@@ -183,6 +215,7 @@ class _Meeting:
             text = f"{self._shown(fault.path)} needs {fault.name}" if fault.path else f"there is no {fault.name}"
             text += ", which no searched folder has for this processor" if fault.path else " in the searched folders"
             known = [p for p in (*self.host.libraries, *self.host.links) if posixpath.basename(p) == fault.name]
+            known = [posixpath.dirname(self._led_out(p)) or p for p in known if self.host.find(p)]
             if known and self.artifact.isolated and self.table.injected:
                 return text, f'add "{known[0]}" to [host_stack] more'
             if fault.path and self.of_host(fault.path):

@@ -196,9 +196,19 @@ HOST = HostInventory(
         "/usr/lib64/libcxi.so.1.5": library("libcxi.so.1", "libc.so.6"),
         "/opt/net/libnccl-net.so": library("", "libfabric.so.1", given="ncclNetPlugin_v4 ncclNetPlugin_v5"),
         "/opt/mpi/libmpi.so.12": library("libmpi.so.12", "libc.so.6"),
+        "/opt/new/libmpi.so.12": library("libmpi.so.12", "libfabric.so.1", "libfabric.so.1:FABRIC_1.9"),
+        "/opt/old/libm.so.6": library("libm.so.6", "libc.so.6", "libc.so.6:GLIBC_2.38"),
+        "/opt/dir/1.2/libdir.so.1": library("libdir.so.1"),
+        "/opt/out/1.2/libout.so.1.5": library("libout.so.1"),
         "/usr/lib64/libcuda.so.1": library("libcuda.so.1", "libc.so.6"),
     },
-    {"/opt/fab/libfabric.so.1": "/opt/fab/libfabric.so.1.2", "/usr/lib64/libcxi.so.1": "/usr/lib64/libcxi.so.1.5"},
+    {
+        "/opt/fab/libfabric.so.1": "/opt/fab/libfabric.so.1.2",
+        "/usr/lib64/libcxi.so.1": "/usr/lib64/libcxi.so.1.5",
+        "/opt/dir/now": "/opt/dir/1.2",
+        "/opt/dir/now/libdir.so.1": "/opt/dir/1.2/libdir.so.1",
+        "/opt/fab/libout.so.1": "/opt/out/1.2/libout.so.1.5",
+    },
     ("/usr/lib64",),
 )
 TABLE = HostStackTable("inject", "/opt/fab", more=("/usr/lib64/libcxi.so.1",), inventory="x")
@@ -280,6 +290,54 @@ def found(table: HostStackTable, artifact: ArtifactLibraries, subject: str) -> C
             "",
         ),
         (replace(TABLE, mpi="/opt/mpi"), image({}), "MPI", "good", "libmpi.so.12 is the nodes'", ""),
+        (  # mpi4py's wheel has a module for each MPI, and imports the one that can be loaded
+            replace(TABLE, mpi="/opt/mpi"),
+            image(
+                {
+                    "/opt/env/m/MPI.mpich.cpython-311.so": library("", "libmpi.so.12"),
+                    "/opt/env/m/MPI.openmpi.cpython-311.so": library("", "libmpi.so.40"),
+                }
+            ),
+            "MPI",
+            "good",
+            "the nodes' /opt/mpi/libmpi.so.12",
+            "",
+        ),
+        (  # no rank loads MPI's bindings for C++
+            replace(TABLE, mpi="/opt/mpi"),
+            image({"/usr/lib/libmpi_cxx.so.40": library("", "libmpi.so.40")}),
+            "MPI",
+            "good",
+            "libmpi.so.12 is the nodes'",
+            "",
+        ),
+        (  # the folder has a library of the system, which the Python loads, too
+            HostStackTable("inject", "/opt/old", inventory="x"),
+            replace(
+                image({"/usr/bin/python3": library("", "libm.so.6 libc.so.6", "libm.so.6:GLIBC_2.29")}),
+                program="/usr/bin/python3",
+            ),
+            "Python",
+            "bad",
+            "the nodes' /opt/old/libm.so.6 needs GLIBC_2.38, and the artifact's /usr/lib/libc.so.6 has GLIBC_2.36",
+            "take an artifact with a newer libc.so.6",
+        ),
+        (  # jobs mount the folder alone, and its link leads out
+            TABLE,
+            image({"/opt/env/lib/libnccl-net.so": library("", "libout.so.1")}),
+            "plugin",
+            "bad",
+            "needs libout.so.1, which no searched folder has",
+            'add "/opt/out/1.2" to [host_stack] more',
+        ),
+        (
+            replace(TABLE, more=("/opt/out/1.2", "/opt/dir/now")),
+            image({"/opt/env/lib/libnccl-net.so": library("", "libout.so.1 libdir.so.1")}),
+            "plugin",
+            "note",
+            "can be loaded",
+            "",
+        ),
         (
             replace(TABLE, mode="image", driver="/usr/lib64"),
             image({}),
@@ -304,6 +362,21 @@ def test_the_verdict_names_the_first_that_does_not_fit(
 ) -> None:
     one = found(table, artifact, subject)
     assert one.status == status and text in one.text and fix in one.fix, one
+
+
+def test_the_nodes_mpi_is_judged_after_the_plugin_even_if_a_program_has_another_mpi() -> None:
+    own = {
+        **own_plugin(),
+        "/opt/env/m/MPI.so": library("", "libmpi.so.40"),
+        "/usr/lib/libmpi.so.40": library("libmpi.so.40"),
+        "/usr/lib/libfabric.so.1": library("libfabric.so.1", defines="FABRIC_1.7"),
+    }
+    rows = judge_stack(HostStackTable("inject", mpi="/opt/new", inventory="x"), HOST, image(own))
+    assert [row.status for row in rows if row.subject == "MPI"] == ["good", "bad"]
+    text = (
+        "the nodes' /opt/new/libmpi.so.12 needs FABRIC_1.9, and the artifact's /usr/lib/libfabric.so.1 has FABRIC_1.7"
+    )
+    assert text in rows[-1].text and "take an artifact with a newer libfabric.so.1" in rows[-1].fix
 
 
 @pytest.mark.parametrize(("api", "status"), [(9, "good"), (4, "bad")])
