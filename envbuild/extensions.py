@@ -13,18 +13,18 @@ from __future__ import annotations
 import datetime
 import email
 import functools
+import json
 import math
 import os
 import posixpath
 import re
 import shutil
-import struct
 import tomllib
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
 
@@ -34,6 +34,7 @@ from packaging.utils import parse_wheel_filename
 from envbuild.base import process
 from envbuild.base.elf import HEAD, MACHINES, Elf, ElfParts, elf_machine, parse_elf
 from envbuild.base.errors import EnvbuildError
+from envbuild.base.libraries import Process
 from envbuild.base.progress import step
 from envbuild.base.text import human_size
 from envbuild.base.workers import each
@@ -60,7 +61,6 @@ from envbuild.verify.survey import SymbolFamily, missing_symbols, symbol_familie
 _ROOT = "/dev/null"  # where no host has files
 _SITE = f"{_ROOT}/site-packages"
 _NOTE = "wheel.json"
-_PIECE = struct.Struct("<QI")
 _LIBRARY = re.compile(r"(?:[^/]+\.data/(?:pure|plat)lib/)?(.+\.so(?:\.[0-9.]+)?)")
 _OTHER_PYTHON = re.compile(r"\.(?:cpython-|pypy)(\d{1,6})[^/]{0,100}\.so")
 # A file that its package loads with this torch alone: libtorch_c_dlpack_addon_torch28-cpu.so.
@@ -164,60 +164,30 @@ class WheelTables:
         return date if date >= _FIRST_DATE else ""
 
     def elf(self, path: str) -> Elf | None:
-        """Return the ELF file that is installed at `path`, None for any other file. Raises any of _UNREADABLE."""
+        """Return the ELF file that is installed at `path`, None for any other file. Raises any of _UNREADABLE.
+
+        Raises OSError for a damaged one, whose symbols are not known.
+        """
         name, size = self.libraries[path]
         place = self.store.root / "symbols" / self.sha256 / quote(path, safe="")
-        with suppress(OSError, zlib.error, struct.error):
-            return _parse(_unpacked(zlib.decompress(place.read_bytes())), path)[0]
+        with suppress(OSError, zlib.error, ValueError, TypeError):
+            row = json.loads(zlib.decompress(place.read_bytes()))
+            return Elf(**row) if row else None
         if not (url := self.url()).startswith("file:"):
             self.budget.spend(size)
         with self.client.open(url) as stream, zipfile.ZipFile(stream) as wheel, wheel.open(name) as file:
             parts = ElfParts(wheel.getinfo(name).file_size)
             while piece := file.read(1 << 20):
                 parts.add(piece)
-        elf, pieces = _parse(parts.read, path)
-        data = b"".join(_PIECE.pack(offset, len(piece)) + piece for offset, piece in pieces.items())
+        elf, head = parse_elf(parts.read, symbols=True), b""
+        with suppress(EOFError):
+            head = parts.read(0, HEAD)
+        if elf is None and elf_machine(head) in MACHINES.values():
+            raise OSError(f"the symbols of {path} cannot be read")
+        data = json.dumps(elf and asdict(elf)).encode()
         with suppress(EnvbuildError):
             self.store.put("symbols", self.sha256, place.name, lambda: zlib.compress(data, 1))
         return elf
-
-
-def _parse(read: Callable[[int, int], bytes], path: str) -> tuple[Elf | None, dict[int, bytes]]:
-    """Return the ELF file at `path`, and the pieces of it that its reader reads, by their offsets.
-
-    It is None for a file that is not ELF. Raises OSError for a damaged one, whose symbols are not known.
-    """
-    pieces = dict[int, bytes]()
-
-    def noted(offset: int, length: int) -> bytes:
-        piece = read(offset, length)
-        if len(piece) > len(pieces.get(offset, b"")):
-            pieces[offset] = piece
-        return piece
-
-    elf, head = parse_elf(noted, symbols=True), b""
-    with suppress(EOFError):
-        head = noted(0, HEAD)
-    if elf is None and elf_machine(head) in MACHINES.values():
-        raise OSError(f"the symbols of {path} cannot be read")
-    return elf, pieces
-
-
-def _unpacked(data: bytes) -> Callable[[int, int], bytes]:
-    """Return the reader of the pieces in `data`."""
-    pieces, at = dict[int, bytes](), 0
-    while at < len(data):
-        offset, length = _PIECE.unpack_from(data, at)
-        at += _PIECE.size + length
-        pieces[offset] = data[at - length : at]
-
-    def read(offset: int, length: int) -> bytes:
-        piece = pieces.get(offset, b"")[:length]
-        if len(piece) < length:
-            raise EOFError
-        return piece
-
-    return read
 
 
 def _requirements_of_torch(head: str) -> Iterator[str]:
@@ -401,7 +371,10 @@ class Extensions:
         if not judged:
             return None
         bad, unknown = list[str](), list[str]()
-        for path, elf in _with_own(judged, libraries).items():
+        loader = Process(libraries.get, MACHINES[self.target.arch], (), sorted({*map(posixpath.dirname, libraries)}))
+        for path in judged:
+            loader.open(path)
+        for path, elf in {**judged, **{mapped.path: mapped.elf for mapped in loader.mapped}}.items():
             newer, uncertain = self._newer_base(path, elf)
             bad += [*self._absent(path, elf, libraries, torch), *newer]
             unknown += uncertain
@@ -561,18 +534,6 @@ def _loadable(paths: Iterable[str], python: str, torch: str) -> list[str]:
     }
     minor = minor_of(torch)
     return [path for path in own if minor not in versions.values() or versions.get(path) in (None, minor)]
-
-
-def _with_own(judged: Mapping[str, Elf], libraries: Mapping[str, Elf]) -> dict[str, Elf]:
-    """Return the judged files and the libraries of their wheel that they load."""
-    by_name = {name: path for path, elf in libraries.items() for name in (posixpath.basename(path), elf.soname) if name}
-    files, todo = dict(judged), list(judged)
-    while todo:
-        for name in libraries[todo.pop()].needed:
-            if (path := by_name.get(name)) and path not in files:
-                files[path] = libraries[path]
-                todo.append(path)
-    return files
 
 
 def _family() -> SymbolFamily:

@@ -123,15 +123,16 @@ def load_fabrics() -> Mapping[str, Fabric]:
     """Return all fabrics by name."""
     fabrics = {}
     for name, row in load_table("fabrics")["fabrics"].items():
-        own = _frozen(row)
-        rows = tuple(Variable(**_frozen(row)) for row in own.pop("variables", ()))
-        own["options"] = tuple(FabricOptions(**_frozen(option)) for option in row.get("options", ()))
-        own["adapter"] = FabricAdapter(**_frozen(row["adapter"])) if "adapter" in row else None
+        own = frozen(row)
+        rows = tuple(Variable(**frozen(row)) for row in own.pop("variables", ()))
+        own["options"] = tuple(FabricOptions(**frozen(option)) for option in row.get("options", ()))
+        own["adapter"] = FabricAdapter(**frozen(row["adapter"])) if "adapter" in row else None
         fabrics[name] = Fabric(name=name, rows=rows, **own)
     return fabrics
 
 
-def _frozen(row: Mapping[str, Any]) -> dict[str, Any]:
+def frozen(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a row of data, with tuples in place of lists."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
 
 
@@ -148,13 +149,9 @@ def fabric_name_problem(name: str) -> str | None:
 
 def find_fabric(name: str) -> Fabric:
     """Return the fabric called `name`. Raises UsageError for an artifact whose fabric this envbuild does not know."""
-    known = load_fabrics()
-    if name not in known:
-        raise UsageError(
-            f"unknown fabric {name!r}; known are {', '.join(known)}",
-            "verify the artifact with the envbuild that built it, or a newer one",
-        )
-    return known[name]
+    if problem := fabric_name_problem(name):
+        raise UsageError(problem, "verify the artifact with the envbuild that built it, or a newer one")
+    return load_fabrics()[name]
 
 
 def adapter_of(provider: str) -> FabricAdapter | None:

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from envbuild.data import load_table
-from envbuild.fabrics import Fabric
+from envbuild.fabrics import Fabric, frozen
 
 _RELEASE = re.compile(r"v?([0-9]{1,9}(?:\.[0-9]{1,9})*)(.*)", re.DOTALL | re.IGNORECASE)
 _BEFORE = re.compile(r"[-_.]?(a|b|c|rc|alpha|beta|pre|preview|dev)[-_.]?[0-9]*(?![a-z])", re.IGNORECASE)
@@ -276,7 +276,6 @@ class Rows:
 
 
 R = TypeVar("R", bound=Release)
-T = TypeVar("T")
 
 
 def row_of(rows: Iterable[R], version: str | None) -> R | None:
@@ -290,13 +289,11 @@ def load_rows() -> Rows:
     kinds = {name: get_args(hint)[0] for name, hint in get_type_hints(Rows).items() if name != "read"}
     releases = load_table("releases")
     tables = {**load_table("compatibility"), "releases": releases["torch"], "packages": releases["packages"]}
-    rows: dict[str, Any] = {name: tuple(_row(kinds[name], row) for row in table) for name, table in tables.items()}
+    rows: dict[str, Any] = {
+        name: tuple(kinds[name](**frozen(row) | {"date": str(row["date"])}) for row in table)
+        for name, table in tables.items()
+    }
     return Rows(**rows, read=releases["read"].isoformat())
-
-
-def _row(kind: Callable[..., T], row: dict[str, Any]) -> T:
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
-    return kind(**values | {"date": str(row["date"])})
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,9 +58,9 @@ def scan_elf(folder: Path, expected_machine: int, files: Files = HOST, *, gpu: b
     return report
 
 
-def folder_gpu_code(root: Path, target: Target) -> dict[str, Containers]:
+def folder_gpu_code(root: Path, target: Target, files: Files = HOST) -> dict[str, Containers]:
     """Return the containers of each library in the environment at `root`, by its path there. Raises OSError."""
-    containers_of = scan_elf(root, MACHINES[target.arch], gpu=True).gpu_code
+    containers_of = scan_elf(root, MACHINES[target.arch], files, gpu=True).gpu_code
     return {os.path.relpath(path, root): containers for path, containers in containers_of.items()}
 
 

@@ -56,11 +56,14 @@ Reread = Callable[[str], Iterable[bytes]]
 class ReadFile:
     """A regular file: sha256, first bytes, text of a metadata file, code for GPUs, and its ELF data."""
 
-    sha256: str
-    head: bytes
-    text: bytes | None
-    gpu_code: Containers
-    elf: Elf | None
+    sha256: str = ""
+    head: bytes = b""
+    text: bytes | None = None
+    gpu_code: Containers = field(default_factory=Containers)
+    elf: Elf | None = None
+
+
+_NOTHING = ReadFile()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +109,14 @@ def read_once(path: str, pieces: Iterable[bytes], size: int, clock: Clock, gpu: 
 
 @dataclass
 class ImageFiles:
-    """The files of an image, as `artifacts.installed.Files`: rows, heads and ELF files by path, the texts of some.
+    """The files of an image, as `contract.installed.Files`: rows by path, and the content of regular files.
 
     `variables` are lines NAME=VALUE, for an image that has no file with its variables.
     """
 
     reread: Reread
     rows: dict[str, PathRow] = field(default_factory=dict)
-    heads: dict[str, bytes] = field(default_factory=dict)
-    texts: dict[str, bytes] = field(default_factory=dict)
-    codes: dict[str, Containers] = field(default_factory=dict)
-    elfs: dict[str, Elf] = field(default_factory=dict)
+    contents: dict[str, ReadFile] = field(default_factory=dict)
     variables: str = ""
     _folders: dict[str, list[str]] = field(default_factory=dict)
 
@@ -124,24 +124,14 @@ class ImageFiles:
         """Add a path; `seen` are the facts about a regular file."""
         self.rows[path] = row
         if seen is not None:
-            self.heads[path] = seen.head
-            if seen.text is not None:
-                self.texts[path] = seen.text
-            if seen.gpu_code:
-                self.codes[path] = seen.gpu_code
-            if seen.elf is not None:
-                self.elfs[path] = seen.elf
+            self.contents[path] = seen
 
     def link(self, path: str, first: str) -> None:
         """Add `path` as another name of the file `first`."""
         row = self.rows.get(first)
         if row is None:
             raise BuildError(f"/{path}: a hard link to /{first}, which is missing")
-        self.rows[path] = row
-        kept: tuple[dict[str, Any], ...] = (self.heads, self.texts, self.codes, self.elfs)
-        for known in kept:
-            if first in known:
-                known[path] = known[first]
+        self.add(path, row, self.contents.get(first))
 
     def names(self, folder: str) -> list[str]:
         if not self._folders:
@@ -160,13 +150,13 @@ class ImageFiles:
 
     def read(self, path: str) -> bytes:
         self._file(path)
-        text = self.texts.get(self.real(path))
+        text = self.content(path).text
         if text is None:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
         return text
 
     def head(self, path: str) -> bytes:
-        return self.heads.get(self.real(path), b"")
+        return self.content(path).head
 
     def size(self, path: str) -> int:
         return self._file(path).size
@@ -211,13 +201,17 @@ class ImageFiles:
         return row is not None and row.kind == DIR
 
     def gpu_code(self, path: str) -> Containers:
-        return self.codes.get(self.real(path), Containers())
+        return self.content(path).gpu_code
 
     def elf(self, path: str) -> Elf | None:
-        return self.elfs.get(self.real(path))
+        return self.content(path).elf
+
+    def content(self, path: str) -> ReadFile:
+        """Return what was read of a regular file, and nothing of any other path."""
+        return self.contents.get(self.real(path), _NOTHING)
 
     def library_path(self) -> list[str]:
-        texts = [self.variables, *(self.texts.get(name, b"").decode(errors="replace") for name in VARIABLES)]
+        texts = [self.variables, *((self.content(name).text or b"").decode(errors="replace") for name in VARIABLES)]
         return [path for text in texts for value in _LIBRARY_PATH.findall(text) for path in _PATH.findall(value)]
 
     def _file(self, path: str) -> PathRow:
@@ -345,7 +339,7 @@ def survey_image(files: ImageFiles, state: State, form: str, expected: str) -> S
     All files are compared with the manifest's rows; without a manifest, the packages' files with their RECORDs. Raises
     VerificationError for an image without an environment.
     """
-    text, known = files.texts.get(FILE_NAME), None
+    text, known = files.content(FILE_NAME).text, None
     if text is not None:
         manifest = parse(text, f"/{FILE_NAME}")
         known = compare(manifest, files.rows, form)

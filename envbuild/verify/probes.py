@@ -340,14 +340,9 @@ _EXPECTED: Mapping[str, Callable[[Inputs], Parts]] = {
 }
 
 
-def probe_table() -> dict[str, Any]:
-    """Return data/probes.toml."""
-    return load_table("probes")
-
-
 def cases_of(check: str, *, gpu: bool = False) -> list[Case]:
     """Return the probes of the check `allreduce` or `collectives`, with those for GPUs if `gpu`."""
-    rows = [row for row in probe_table()[check] if gpu or not row.get("gpu")]
+    rows = [row for row in load_table("probes")[check] if gpu or not row.get("gpu")]
     return [(op, dtype, size) for row in rows for op in row["ops"] for dtype in row["dtypes"] for size in row["sizes"]]
 
 

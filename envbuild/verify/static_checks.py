@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from envbuild.base import process
-from envbuild.base.elf import MACHINES, machine_name
+from envbuild.base.elf import machine_name
 from envbuild.base.errors import EnvbuildError, UsageError
 from envbuild.base.libraries import configured_folders, usual_folders
 from envbuild.base.packages import record_digest
@@ -21,7 +21,7 @@ from envbuild.gpus import UNREADABLE, Containers, all_chips, gpu_faults, is_judg
 from envbuild.image.limits import ImageLimits
 from envbuild.layers.wheel import TRAINER_NAME, load_trainer
 from envbuild.recipe.targets import Target, accelerator_fault, builds_title, survey_builds
-from envbuild.verify.elf_files import folder_gpu_code, scan_elf
+from envbuild.verify.elf_files import folder_gpu_code
 from envbuild.verify.image_file import open_image_file
 from envbuild.verify.launch import run_program
 from envbuild.verify.model import Check, Nodes, Subject, judge, listed, not_tried
@@ -178,9 +178,7 @@ def read_gpu_files(path: Path, target: Target, limits: ImageLimits) -> dict[str,
     """Return the containers of each library in the folder or image file at `path`. Raises BuildError (damaged)."""
     if path.is_dir():
         return folder_gpu_code(path, target)
-    root, files = Path("/", PREFIX), _read_file(path, limits, gpu=True)
-    containers_of = scan_elf(root, MACHINES[target.arch], files, gpu=True).gpu_code
-    return {os.path.relpath(name, root): containers for name, containers in containers_of.items()}
+    return folder_gpu_code(Path("/", PREFIX), target, _read_file(path, limits, gpu=True))
 
 
 def _read_file(path: Path, limits: ImageLimits, *, gpu: bool = False) -> ImageFiles:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.base import process
+from envbuild.data import load_table
 from envbuild.jobcheck.diagnose.engine import diagnose, explain
 from envbuild.recipe.targets import CPU, Target, gpu_families
 from envbuild.verify.launch import Outcome, TrainingJob
@@ -25,7 +26,6 @@ from envbuild.verify.probes import (
     expected_parameters,
     expected_parts,
     operation_cases,
-    probe_table,
 )
 
 # The loss of a run that learns nothing fluctuates; 5% is well above that and well below the real fall.
@@ -348,7 +348,7 @@ def _may_lack(facts: Mapping[str, Any], rank: Mapping[str, Any]) -> bool:
     return any(
         all(facts.get(name) == value for name, value in row.items() if name != "before")
         and _release(rank["torch_version"]) < _release(row["before"])
-        for row in probe_table()["unsupported"]
+        for row in load_table("probes")["unsupported"]
     )
 
 

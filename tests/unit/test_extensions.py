@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,15 +18,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
-from hypothesis import strategies as st
 from lab.wheels import make_recipe, make_wheel
 
 from envbuild.base.elf import MACHINES
 from envbuild.cli.commands import cli
 from envbuild.compat.rows import CompatFinding
 from envbuild.data import load_table
-from envbuild.extensions import _PIECE, Extensions, WheelTables, _loadable, _unpacked
+from envbuild.extensions import Extensions, WheelTables, _loadable
 from envbuild.lock.format import Lock, render
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.sources import LockedPackage
@@ -371,14 +370,18 @@ def test_a_damaged_library_is_unknown(shelf: Shelf) -> None:
     assert found.status == "unknown" and "the symbols of torchvision/_C.so cannot be read" in found.text
 
 
-@given(st.dictionaries(st.integers(0, 1 << 40), st.binary(min_size=1, max_size=40), max_size=8), st.data())
-def test_pieces_are_read_as_they_were_written(pieces: dict[int, bytes], data: st.DataObject) -> None:
-    read = _unpacked(b"".join(_PIECE.pack(offset, len(one)) + one for offset, one in pieces.items()))
-    for offset, piece in pieces.items():
-        length = data.draw(st.integers(0, len(piece)))
-        assert read(offset, length) == piece[:length]
-        with pytest.raises(EOFError):
-            read(offset, len(piece) + 1)
+def test_symbols_are_kept_in_the_store_and_read_again_where_they_are_damaged(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf.torch()
+    shelf.wheel("torchvision", "1", {"torchvision/_C.so": shelf.library("_C.so", calls=G, wants="libtorch_cpu.so")})
+    first, kept = shelf.finding(), shelf.root / "store/symbols"
+    (place,) = kept.glob("*/*_C.so")
+    whole = place.read_bytes()
+    place.write_bytes(b"damaged")
+    assert shelf.finding() == first and place.read_bytes() == whole
+    monkeypatch.setattr(zipfile, "ZipFile", None)
+    assert shelf.finding() == first
 
 
 # Commands

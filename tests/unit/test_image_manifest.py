@@ -270,7 +270,7 @@ def image(tmp_path: Path) -> Path:
 def test_a_squashfs_is_as_its_manifest_lists(image: Path) -> None:
     with image.open("rb") as stream:
         found = read_squashfs(stream, 0, "image", None, 60)
-    manifest = parse(found.texts[FILE_NAME], FILE_NAME)
+    manifest = parse(found.read(FILE_NAME), FILE_NAME)
     assert manifest.digest == image.with_suffix(".digest").read_text() and manifest.form == SQUASHFS
     assert manifest.rows.keys() == found.rows.keys() - {FILE_NAME}
     assert {"etc/rc", ".singularity.d/runscript", f"{SITE}/numpy/same.so"} <= manifest.rows.keys()
