@@ -266,17 +266,14 @@ def of_commands(script: ParsedScript) -> Iterator[Fault]:
 def _images(script: ParsedScript, command: Command) -> Iterator[Fault]:
     words = script.variables.expanded(command.words)
     name = posixpath.basename(words[0]) if words else ""
-    for number, word in enumerate(words):
-        option, equal, value = word.partition("=")
-        if option == "--container-image":
-            image = value if equal else "".join(words[number + 1 : number + 2])
-            if not image.startswith(("/", ".", "$")):
-                if re.match(r"(?:docker://)?[\w-]+(?:\.[\w-]+)+/[^#]+$", image):
-                    yield Fault("image-registry", command.line, image)
-                image = image.replace("#", "/", 1)
-                yield from judged_image(image, script.where(image, command.line))
-        elif match := _IMAGE.match(word):
-            yield from judged_image(match[1].replace("#", "/", 1), command.line)
+    for image in option_values(words, ("--container-image",)):
+        if not image.startswith(("/", ".", "$")):
+            if re.match(r"(?:docker://)?[\w-]+(?:\.[\w-]+)+/[^#]+$", image):
+                yield Fault("image-registry", command.line, image)
+            image = image.replace("#", "/", 1)
+            yield from judged_image(image, script.where(image, command.line))
+    for match in filter(None, map(_IMAGE.match, words)):
+        yield from judged_image(match[1].replace("#", "/", 1), command.line)
     # The options of `run` cannot be told from the image; for `pull`, the image is the last word.
     if name in ("docker", "podman") and words[1:2] == ["pull"] and len(words) > 2:
         yield from judged_image(words[-1], command.line)
