@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from envbuild.base.errors import UsageError, VerificationError
 from envbuild.base.files import absolute_path, build_folder, named_path
@@ -29,6 +29,9 @@ from envbuild.site.tables import TrustTable
 from envbuild.verify.image_file import holds_file
 from envbuild.verify.model import listed
 from envbuild.verify.static_checks import read_gpu_files
+
+if TYPE_CHECKING:
+    from envbuild.trust.policy import TrustVerdict
 
 # Name or path of an image, and its digest → the place beside which its attested receipt lies, None without one.
 FetchAttested = Callable[[str, str], Path | None]
@@ -249,22 +252,21 @@ def _receipt(path: Path) -> dict[str, Any]:
 def check_trust(opened: JobInputs, trust: TrustTable) -> None:
     """Check that the artifact is trusted, if the site names signers. Raises VerificationError and UsageError."""
     if trust.restricts:
-        if opened.receipt is None:
-            raise VerificationError(
-                f"{opened.artifact.path} has no passing receipt, and the site trusts only attested artifacts",
-                "let a signer of [trust] in the site file verify and attest it",
-            )
-        from envbuild.trust.policy import judge
+        judge_trust(opened, trust)
 
-        judge(
-            opened.place,
-            opened.receipt,
-            trust,
-            datetime.now(UTC),
-            opened.artifact.digest,
-            names=opened.names,
-            recipe=opened.named_recipe,
+
+def judge_trust(opened: JobInputs, trust: TrustTable, names: Sequence[str] = (), recipe: str = "") -> TrustVerdict:
+    """Return the verdict on a trusted artifact; `names` and `recipe` go over its own. Raises as `check_trust`."""
+    from envbuild.trust.policy import judge
+
+    if opened.receipt is None:
+        raise VerificationError(
+            f"{opened.artifact.path} has no passing receipt, and the site trusts only attested artifacts",
+            "let a signer of [trust] in the site file verify and attest it",
         )
+    names, recipe = names or opened.names, recipe or opened.named_recipe
+    now, digest = datetime.now(UTC), opened.artifact.digest
+    return judge(opened.place, opened.receipt, trust, now, digest, names=names, recipe=recipe)
 
 
 def check_gpus(opened: JobInputs, site: Site) -> None:

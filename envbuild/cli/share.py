@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,7 @@ from envbuild.image.layout import layout_image
 from envbuild.image.reference import folder_and_tag, is_host
 from envbuild.image.registry import Pushed, Registry
 from envbuild.image.sif import METADATA, embed
-from envbuild.job_inputs import FetchAttested, open_artifact
+from envbuild.job_inputs import FetchAttested, judge_trust, open_artifact
 from envbuild.jobs.model import JobInputs
 from envbuild.recipe.targets import Target
 from envbuild.run_environment import load_environment
@@ -295,8 +294,6 @@ def trust_command(
       envbuild trust registry.example.org/team/pytorch:2.13 --recipe pt_cpu
       envbuild trust pt_cpu --target cpu-x86_64 --site ./cluster.toml
     """
-    from envbuild.trust.policy import judge
-
     if recipe == "":  # of a variable that is not set
         raise UsageError("--recipe names no recipe", "leave it out to take one of any recipe")
     shown, recipe = named, recipe or ""
@@ -316,17 +313,9 @@ def trust_command(
         path, digest, verdict = _judge_tag(registry, where, target, recipe)
         names, named = registry.reference.names, path
     if verdict is None:
-        opened, receipt = _opened(named, target, exact, attested_images(where))
+        opened, _ = _opened(named, target, exact, attested_images(where))
         path, digest = opened.artifact.path, opened.artifact.digest
-        verdict = judge(
-            opened.place,
-            receipt,
-            trust,
-            datetime.now(UTC),
-            digest,
-            names=names or opened.names,
-            recipe=recipe or opened.named_recipe,
-        )
+        verdict = judge_trust(opened, trust, names, recipe)
     others = f", with its {' and its '.join(verdict.others)}" if verdict.others else ""
     value = {
         "path": path,
