@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envbuild.base import atomic
 from envbuild.base.errors import UsageError, VerificationError
+from envbuild.base.files import absolute_path
 from envbuild.base.progress import log
 from envbuild.build.kinds import folder_module, kind_at, read_artifact
-from envbuild.contract.kinds import FileArtifact, FolderArtifact
+from envbuild.contract.kinds import DOCKER, FileArtifact, FolderArtifact
 from envbuild.contract.receipt import failures, passed_line, passing_receipt, receipt_path, write_receipt
 from envbuild.contract.state import State
 from envbuild.contract.verification import Thoroughness, VerifySettings, parse_settings
@@ -124,22 +125,30 @@ def open_subject(path: Path, environment: Environment, runtime: str | None = Non
 
 
 def verify_artifact(
-    path: Path, environment: Environment, overrides: dict[str, Any], runtime: str | None, beside: Path
+    path: Path, environment: Environment, overrides: dict[str, Any], runtime: str | None, beside: Path, image: str = ""
 ) -> tuple[State, dict[str, Any]]:
     """Verify the artifact at `path` again, and write its receipt, passing or not, beside the path `beside`.
 
-    Returns its state and the receipt.
+    `image` is the docker image (NAME@sha256:…, oci:FOLDER@sha256:…) from which the file at `path` was written, and
+    whose receipt is written. Returns its state and the receipt.
     """
     from envbuild.verify.static_checks import check_built_torch
 
-    subject = open_subject(path, environment, runtime)
+    subject, more = open_subject(path, environment, runtime), dict[str, str]()
+    if image:
+        name, _, digest = image.rpartition("@")
+        subject = replace(subject, kind=DOCKER.name, digest=digest, manifest="")
+        folder = name.removeprefix("oci:")
+        more = {"path": name, "pushed": image} if folder == name else {"path": str(absolute_path(Path(folder)))}
+    place = beside if image else path
     check_built_torch(subject.state, path)
     settings = subject.state.verify.override(overrides)
-    verdict = _verdict(subject, settings, environment, path, fit=overrides.get("nproc_per_node") is None)
+    verdict = _verdict(subject, settings, environment, place, fit=overrides.get("nproc_per_node") is None)
     receipt = make_receipt(subject, verdict, path)
+    receipt["artifact"] |= more
     receipt["logs"] = str(verdict.logs.absolute()) if verdict.logs else None
     record(environment.store, receipt)
-    with atomic.writing(path.parent):
+    with atomic.writing(place.parent):
         write_receipt(receipt, beside)
     from envbuild.trust.bundle import bundle_path
 

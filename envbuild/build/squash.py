@@ -23,18 +23,18 @@ from envbuild.build.apptainer_engine import build_with_apptainer, find_engine
 from envbuild.build.commit import Result, check_unverified_gpus, commit, failed_path, has_receipt, verify_staged
 from envbuild.build.runtime_files import definition, recipe_definition
 from envbuild.build.squash_files import WRITERS, composed, spans_of
-from envbuild.contract.kinds import file_kind
+from envbuild.contract.kinds import ENROOT, file_kind
 from envbuild.contract.receipt import is_quick, passing_receipt, receipt_path
 from envbuild.contract.state import State
 from envbuild.contract.verification import FULL, Thoroughness
 from envbuild.environment import Environment
 from envbuild.image.archive import archive_at
 from envbuild.image.credentials import check_user
-from envbuild.image.layout import Blobs, ImageAt, Pulled, fill_layout, layout_at, of_pulled
+from envbuild.image.layout import Blobs, ImageAt, Pulled, fill_layout, layout_at, layout_image, of_pulled
 from envbuild.image.model import GOARCH, Descriptor
-from envbuild.image.reference import ImageSource, folder_and_tag
+from envbuild.image.reference import ImageSource, folder_and_tag, parse_source
 from envbuild.image.sif import content_digest
-from envbuild.image.squashfs.model import Codec
+from envbuild.image.squashfs.model import Codec, codec_of
 from envbuild.layers.layer_cache import CachedSegment
 from envbuild.layers.segment_cache import MissingData, SegmentCache, segment_cache
 from envbuild.recipe.targets import Target, host_arch
@@ -166,6 +166,26 @@ def make_from_image(
             return _by_engine(build, pulled.blobs, pulled.manifest.descriptor)
         image = _image_at(source, target.arch, environment)
         return _with_retry(build, lambda cache: _converted(build, source, image, cache))
+
+
+@contextmanager
+def written_image(named: str, environment: Environment) -> Iterator[Path]:
+    """Yield the docker image NAME@sha256:… or oci:FOLDER@sha256:… as a .sqsh file, which is removed at the end.
+
+    Raises UsageError when the layout holds another image, and BuildError.
+    """
+    name, _, digest = named.rpartition("@")
+    source = parse_source(name if name.startswith("oci:") else named)
+    if source.form == "oci":
+        actual = layout_image(Path(source.rest), None, host_arch()).manifest.digest
+        if actual != digest:
+            raise UsageError(f"{name} holds {actual}, not {digest}", f"name it: {name}@{actual}")
+    with environment.store.working("opened") as opened:
+        file = OutputFile(ENROOT.name, opened / "new" / ENROOT.default_name.format(recipe="image"))
+        file.path.parent.mkdir()  # the folder itself is locked, and a build locks the one above
+        options = ImageFileOptions((file,), codec_of("zstd"), verify=False)
+        make_from_image(source, Target.parse(f"cpu-{host_arch()}"), options, environment)
+        yield file.path
 
 
 def _converted(build: _Build, source: ImageSource, image: ImageAt, cache: SegmentCache) -> list[Result]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -313,41 +313,53 @@ def verify_command(
     site names signers ([trust]), only artifacts that one of them attested are started; the attested receipt then stays,
     and the new one is ARTIFACT.here.receipt.json.
 
-    ARTIFACT is the folder of a venv or conda environment, a .sqsh, a .sif, or a RECIPE whose artifact is in ./build.
+    ARTIFACT is the folder of a venv or conda environment, a .sqsh, a .sif, or a RECIPE whose artifact is in ./build. A
+    docker image needs no daemon: NAME@sha256:… of a registry, or oci:FOLDER@sha256:…, is read as a .sqsh, and its
+    receipt is build/RECIPE/TARGET/docker.receipt.json, where `envbuild job` looks for it.
 
     \b
     Examples:
       envbuild verify pt_cpu
       envbuild verify pytorch.sif --runtime apptainer
+      envbuild verify oci:image@sha256:6c3c… --runtime podman
       envbuild verify build/pt_cpu/cpu-x86_64/venv --nodes 3 --nproc-per-node 1 --faults
     """
     from envbuild.build.commit import verify_artifact
+    from envbuild.build.kinds import read_artifact
     from envbuild.job_inputs import check_trust, open_artifact
 
-    environment = run_environment()
-    built = find_built(named, kinds_of("folder", "file"), site_folders=environment.site.recipe_folders)
-    path = named_path(Path(named)) if built is None else built.path
-    if not path.exists():
-        raise unknown(named, search_folders(environment.site.recipe_folders))
-    trust, beside = environment.site.trust, path
-    if trust.restricts and not untrusted:
-        fetch = attested_images(environment.site)
-        kinds = tuple(ARTIFACTS)
-        check_trust(open_artifact(f"{path.parent}/{path.name}", kinds, None, unverified=True, fetch=fetch), trust)
-        beside = path.with_name(f"{path.name}.here")
-    with reported(report, [beside], environment), step(f"verifying {path}", printed=True):
-        state, receipt = verify_artifact(path, environment, overrides, runtime, beside)
+    environment, image = run_environment(), named if "@sha256:" in named else ""
+    trust, target = environment.site.trust, None
+    with ExitStack() as stack:
+        if image:
+            from envbuild.build.squash import written_image
+
+            path = stack.enter_context(written_image(image, environment))
+            state = read_artifact(path).state
+            target, beside = state.target, DOCKER.default_path(state.recipe, state.target)
+        else:
+            built = find_built(named, kinds_of("folder", "file"), site_folders=environment.site.recipe_folders)
+            path = beside = named_path(Path(named)) if built is None else built.path
+            if not path.exists():
+                raise unknown(named, search_folders(environment.site.recipe_folders))
+        if trust.restricts and not untrusted:
+            fetch = attested_images(environment.site)
+            artifact = image or f"{path.parent}/{path.name}"
+            check_trust(open_artifact(artifact, tuple(ARTIFACTS), target, unverified=True, fetch=fetch), trust)
+            beside = beside.with_name(f"{beside.name}.here")
+        with reported(report, [beside], environment), step(f"verifying {image or path}", printed=True):
+            state, receipt = verify_artifact(path, environment, overrides, runtime, beside, image)
     for line in check_lines(receipt):
         log(line)
     row = {
-        "path": str(path.absolute()),
+        "path": image or str(path.absolute()),
         "digest": receipt["artifact"]["digest"],
         "receipt": str(receipt_path(beside).absolute()),
         "target": state.target,
         "seconds": receipt["seconds"],
         "passed": receipt["passed"],
     }
-    show(as_json, row, *([path] if receipt["passed"] else ()))
+    show(as_json, row, *([image or path] if receipt["passed"] else ()))
     if not receipt["passed"]:
         raise VerificationError(
             failures(receipt), f"the evidence is in {receipt_path(beside)}, the nodes' logs in {receipt['logs']}"
@@ -385,7 +397,8 @@ def rebuild_command(named: Path, out: Path | None, as_json: bool) -> None:
         ) from None
     before, about = str(artifact) if artifact.exists() else "", receipt["artifact"]
     if not before and about["kind"] == DOCKER.name:
-        before = f"docker://{about['pushed']}" if "pushed" in about else f"docker-daemon:{about['path']}"
+        layout_or_name = about["path"] if about["path"].startswith("/") else f"docker-daemon:{about['path']}"
+        before = f"docker://{about['pushed']}" if "pushed" in about else layout_or_name
     with environment.store.working("opened") as folder:
         place = folder / "new" / artifact.name  # the folder itself is locked, and a build locks the one above
         place.parent.mkdir()

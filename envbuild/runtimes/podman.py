@@ -17,6 +17,7 @@ from functools import partial
 from envbuild.data import load_table
 from envbuild.runtimes.base import (
     PRIVATE,
+    Devices,
     HostProgram,
     HostStart,
     NodeContainer,
@@ -111,18 +112,22 @@ _NAMES = r"""env | sed -n 's/=.*//p' | grep -xE '@PASSED@' |
 _WIDTH = 104
 
 
-def _run_words(container: NodeContainer, *how: str) -> str:
+def _options(devices: Devices, *how: str) -> list[str]:
     """Return the words of `podman run`: the container sees the node's network, memory and devices, no other folder.
 
-    Its root is the user, so files have the right owner. Without a cgroup of its own, it stays in the job's.
+    Its root is the user, so files have the right owner.
     """
-    devices = container.devices
-    options = ["run", *how, "--cgroups=disabled", "--network=host", "--ipc=host", "--uts=host", "--user=0"]
+    options = ["run", *how, "--network=host", "--ipc=host", "--uts=host", "--user=0"]
     options += ["--ulimit=host", "--security-opt=label=disable", "--volume=/dev:/dev:rslave"]
     options += [f"--device={devices.kubernetes}=all"] if devices.docker_request else []
     options += ["--group-add=keep-groups"] if devices.docker_devices else []
+    return [*options, *(f"--env={name}={value}" for name, value in devices.container_variables)]
+
+
+def _run_words(container: NodeContainer, *how: str) -> str:
+    # Without a cgroup of its own, the container stays in the job's.
+    options = _options(container.devices, *how, "--cgroups=disabled")
     options += [word("--volume=" + ":".join(filter(None, bind))) for bind in container.binds()]
-    options += [f"--env={name}={value}" for name, value in devices.container_variables]
     options += ['--env-file="$job/variables"']
     lines = textwrap.wrap(" ".join(options), _WIDTH, break_long_words=False, break_on_hyphens=False)
     return " \\\n    ".join(lines)
@@ -172,11 +177,7 @@ def _start(container: NodeContainer, program: str, command: str = _OWN) -> str:
 
 def _command(started: HostProgram) -> tuple[list[str], dict[str, str]]:
     # torchrun tells the agents of one host apart by their process numbers, which have to differ between containers.
-    options = ["run", "--rm", "--network=host", "--ipc=host", "--pid=host", "--user=0", "--security-opt=label=disable"]
-    devices = started.devices
-    options += [f"--device={devices.kubernetes}=all"] if devices.docker_request else []
-    options += [f"--device={device}" for device in devices.docker_devices]
-    options += [f"--env-file={started.image}/etc/environment"]
+    options = _options(started.devices, "--rm", "--pid=host", f"--env-file={started.image}/etc/environment")
     options += [f"--env={name}={value}" for name, value in sorted(started.variables.items())]
     options += [f"--volume={started.folder}:{started.inside}"] if started.folder else []
     line = [str(started.runtime), "--log-level=error", *options, "--rootfs", started.image, "/bin/sh", "/etc/rc"]

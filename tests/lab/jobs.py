@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from lab.slurm import Cluster, JobEnd
+
+from envbuild.base.libraries import inventory
 
 EPOCHS = ("2", "1")
 _COMMAND = """\
@@ -17,6 +23,40 @@ _COMMAND = """\
 from envbuild.cli import main
 main()
 """
+
+
+# An image has its own C library.
+_OF_IMAGES = r"(lib(c|m|dl|rt|pthread|z|gcc_s|stdc\+\+)|ld-linux\S*)\.so"
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """A copy of this host's libfabric below `place`; `needs` are the libraries that it needs of the host."""
+
+    place: Path
+    needs: tuple[str, ...]
+
+    @property
+    def path(self) -> str:
+        return f"{self.place}/fabric/libfabric.so.1"
+
+    def table(self, *needs: str) -> str:
+        """[host_stack] of a site; `needs` are those that jobs mount."""
+        return f'[host_stack]\nmode = "inject"\nlibfabric = "{self.place}/fabric"\nmore = {json.dumps(needs)}\n'
+
+
+def copy_fabric(place: Path) -> Fabric:
+    """Copy this host's libfabric and what it needs below `place`, an empty folder or none."""
+    here = Path(f"/usr/lib/{os.uname().machine}-linux-gnu/libfabric.so.1")
+    if not here.exists():
+        pytest.skip("not installed: libfabric1")
+    for folder in ("fabric", "needs"):
+        (place / folder).mkdir(parents=True)
+    shutil.copy(here, place / "fabric")
+    for path in inventory([str(here)])["links"].keys() - {str(here)}:
+        if not re.match(_OF_IMAGES, os.path.basename(path)):
+            shutil.copy(path, place / "needs")
+    return Fabric(place, tuple(sorted(map(str, (place / "needs").iterdir()))))
 
 
 @dataclass

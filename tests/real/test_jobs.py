@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 from lab import lmod, slurm
 from lab.apptainer import Apptainer
-from lab.jobs import EPOCHS, Jobs
+from lab.jobs import EPOCHS, Fabric, Jobs, copy_fabric
 from lab.slurm import slurm_cluster
 from sdists import commit
 
 from envbuild import runtimes
-from envbuild.base.libraries import inventory
 from envbuild.compat.host_stack import judge_stack, parse_inventory
 from envbuild.image.limits import ImageLimits
 from envbuild.job_inputs import open_artifact
@@ -104,8 +103,15 @@ def owners(jobs: Jobs) -> Iterator[list[subprocess.Popen[str]]]:
 
 
 @pytest.fixture(scope="module")
+def fabric(jobs: Jobs) -> Fabric:
+    """The nodes' own libfabric."""
+    return copy_fabric(jobs.cluster.shared / "stack")
+
+
+@pytest.fixture(scope="module")
 def started(
     jobs: Jobs,
+    fabric: Fabric,
     pt_cpu: dict[str, Any],
     squash: dict[str, Any],
     real_apptainer: Apptainer,
@@ -124,11 +130,11 @@ def started(
     # Apptainer is what the site's module has; without its setuid starter root needs a user namespace here.
     modules = {"apptainer/lab": {"PATH": str(real_apptainer.bin)}}
     lmod.module_tree(jobs.cluster.modules, modules)
+    module = f'[modules]\ninit = "{lmod.INIT}"\nrun = ["apptainer/lab"]\n\n'
     jobs.write_site(
-        f'{STAGE}[container]\nruntime = "apptainer"\n\n[modules]\ninit = "{lmod.INIT}"\nrun = ["apptainer/lab"]\n',
-        APPTAINER_USERNS="true",
+        f'{STAGE}[container]\nruntime = "apptainer"\n\n{module}{fabric.table(*fabric.needs)}', APPTAINER_USERNS="true"
     )
-    found["apptainer"] = jobs.submit(sif, ranks=RANKS["apptainer"])
+    found["apptainer"] = jobs.submit(sif, "--preflight", ranks=RANKS["apptainer"])
     jobs.write_site()
     return found
 
@@ -150,6 +156,15 @@ def test_the_rendered_job_trains_on_both_nodes(
     inside = "/opt/env" if what in ("sqsh", "apptainer") else pt_cpu["path"]
     assert {rank["sys_prefix"] for rank in report["ranks"]} == {inside}
     assert ended.run.name.split(".ctl")[0] == f"{name}_{started[what]}"
+
+
+def test_the_preflight_in_apptainer_loads_the_nodes_libfabric(
+    jobs: Jobs, started: dict[str, int], fabric: Fabric
+) -> None:
+    """It fails if another one is loaded, or none."""
+    ended = jobs.ended(started["apptainer"])
+    assert fabric.path in json.loads((ended.run / "host_stack.json").read_text())["libraries"]
+    assert "preflight: ok: 2 of 2 nodes" in ended.log, ended.log
 
 
 @pytest.mark.parametrize(("what", "name"), [("sqsh", "own.sqsh"), ("apptainer", "pt_cpu")])
@@ -362,25 +377,17 @@ with open("/proc/self/maps") as lines:
 """
 
 
-def test_the_verdict_on_the_nodes_libraries_is_what_the_preflight_finds(jobs: Jobs, squash: dict[str, Any]) -> None:
+def test_the_verdict_on_the_nodes_libraries_is_what_the_preflight_finds(
+    jobs: Jobs, squash: dict[str, Any], fabric: Fabric
+) -> None:
     """The libfabric of this host in an image, with and without the libraries that it needs of the host."""
-    here, place = Path(f"/usr/lib/{os.uname().machine}-linux-gnu/libfabric.so.1"), jobs.cluster.shared / "stack"
-    if not here.exists():
-        pytest.skip("not installed: libfabric1")
-    for folder in ("fabric", "needs"):
-        (place / folder).mkdir(parents=True)
-    shutil.copy(here, place / "fabric")
-    links = inventory([str(here)])["links"]
-    for path in links.keys() - {str(here)}:  # an image has its own C library
-        if not re.match(r"(lib(c|m|dl|rt|pthread|z|gcc_s|stdc\+\+)|ld-linux\S*)\.so", os.path.basename(path)):
-            shutil.copy(path, place / "needs")
+    place = fabric.place
     image, script = squash["enroot"]["path"], place / "mapped.py"
     script.write_text(MAPPED)
     (jobs.cluster.shared / "logs").mkdir(exist_ok=True)
     started, libraries = {}, read_libraries(Path(image), ImageLimits())
-    files = sorted(map(str, (place / "needs").iterdir()))
-    for name, more in (("whole", json.dumps(files)), ("bare", "[]")):
-        jobs.write_site(f'[host_stack]\nmode = "inject"\nlibfabric = "{place}/fabric"\nmore = {more}\n')
+    for name, more in (("whole", fabric.needs), ("bare", ())):
+        jobs.write_site(fabric.table(*more))
         written = ("site", "init", "--from", jobs.site, "--out", jobs.site, "--force")
         assert jobs.cluster.run([jobs.command(), *written]).returncode == 0
         table = load_site(dict(os.environ), str(jobs.site)).host_stack
@@ -394,13 +401,12 @@ def test_the_verdict_on_the_nodes_libraries_is_what_the_preflight_finds(jobs: Jo
         ended = jobs.ended(number, name)
         assert (told.status == "good") == (ended.end.state == "COMPLETED"), (told, ended.log)
         if told.status == "good":
-            path = f"{place}/fabric/libfabric.so.1"
-            assert path in told.text and f"loaded {path}" in ended.log, (told, ended.log)
+            assert fabric.path in told.text and f"loaded {fabric.path}" in ended.log, (told, ended.log)
         else:
             missing = re.search(r"needs ([^\s,]+)", told.text)
             assert missing and re.search(f"cannot load libfabric.so.1: .*{re.escape(missing[1])}", ended.log), ended.log
         kept = json.loads((ended.run / "host_stack.json").read_text())
-        assert f"{place}/fabric/libfabric.so.1" in kept["libraries"] and kept["folders"] == []
+        assert fabric.path in kept["libraries"] and kept["folders"] == []
     assert started["bare"][0].status == "bad"
 
 
