@@ -92,6 +92,8 @@ class _Meeting:
         self.table, self.host, self.artifact, self.paths = table, host, artifact, sorted(artifact.paths)
         self.folders = [*(artifact.folders if artifact.isolated else host.folders), *filter(None, [table.driver])]
         self.own_folders = table.library_path(isolated=artifact.isolated)
+        plugins = (path for path in self.paths if _PLUGIN.search(path) and artifact.find(path))
+        self.plugin_path = (table.injected and table.nccl_plugin) or next(plugins, "")
 
     def of_host(self, path: str) -> bool:
         """Return whether a rank finds the node's file at `path`; runtimes mount single files of the driver."""
@@ -122,13 +124,8 @@ class _Meeting:
                     yield finding("bad", "Python", *self._told(fault))
                     return
 
-    @property
-    def _plugin(self) -> str:
-        own = (path for path in self.paths if _PLUGIN.search(path) and self.artifact.find(path))
-        return (self.table.injected and self.table.nccl_plugin) or next(own, "")
-
     def plugin(self) -> Iterator[CompatFinding]:
-        if path := self._plugin:
+        if path := self.plugin_path:
             yield self._loaded("plugin", path, FABRIC)
             library = self.find(path)
             yield from [self._api(path, library)] if library else []
@@ -167,7 +164,7 @@ class _Meeting:
         if self.table.injected:  # the preflight loads it, too
             places = map(posixpath.split, sorted({*self.host.libraries, *self.host.links}))
             names = [name for folder, name in places if folder == self.table.mpi and MPI.fullmatch(name)]
-            rows = [self._loaded("MPI", name, name, after=self._plugin) for name in names]
+            rows = [self._loaded("MPI", name, name, after=self.plugin_path) for name in names]
             yield from (row for row in rows if row.status == "bad" or not modules)
 
     def driver(self) -> Iterator[CompatFinding]:
