@@ -32,7 +32,7 @@ from envbuild.image.archive import archive_at
 from envbuild.image.credentials import check_user
 from envbuild.image.layout import Blobs, ImageAt, Pulled, fill_layout, layout_at, layout_image, of_pulled
 from envbuild.image.model import GOARCH, Descriptor
-from envbuild.image.reference import ImageSource, folder_and_tag, parse_source
+from envbuild.image.reference import ImageSource, folder_and_tag
 from envbuild.image.sif import content_digest
 from envbuild.image.squashfs.model import Codec, codec_of
 from envbuild.layers.layer_cache import CachedSegment
@@ -175,8 +175,9 @@ def written_image(named: str, environment: Environment) -> Iterator[Path]:
     Raises UsageError when the layout holds another image, and BuildError.
     """
     name, _, digest = named.rpartition("@")
-    source = parse_source(name if name.startswith("oci:") else named)
-    if source.form == "oci":
+    source = ImageSource("docker", named)
+    if name.startswith("oci:"):
+        source = ImageSource("oci", name.removeprefix("oci:"))
         actual = layout_image(Path(source.rest), None, host_arch()).manifest.digest
         if actual != digest:
             raise UsageError(f"{name} holds {actual}, not {digest}", f"name it: {name}@{actual}")
