@@ -101,8 +101,10 @@ _MOUNTED = r"""@SET@mkdir "$disk/image"
 ) 2>/dev/null || unsquashfs -quiet -no-progress -no-xattrs -force -dest "$disk/image" "$image" >/dev/null ||
     stop "cannot open $image: this node needs squashfuse with /dev/fuse, or unsquashfs"
 """
-_PULLED = r"""image=$(podman pull --quiet @IMAGE@) || stop 'podman cannot pull '@NAME@', see above'
+_PULLED = r"""image=$(@LAYOUT@podman pull --quiet @IMAGE@) || stop 'podman cannot pull '@NAME@', see above'
 """
+# podman 4 makes a layout's path the image's name, in which it allows few characters: the link has a path that it takes.
+_LINKED = 'cd "$disk" && ln -s @FOLDER@ layout && '
 _OF_LAYOUT = r"""[ "$(podman image inspect --format '{{.Digest}}' "$image")" = @DIGEST@ ] ||
     stop @NAME@' holds another image than @DIGEST@'
 """
@@ -153,8 +155,13 @@ def _start(container: NodeContainer, program: str, command: str = _OWN) -> str:
     if not own:
         opened, image = "", container.image
     elif at:
-        layout = name.startswith("oci:")
-        opened = fill(_PULLED, image=path_word(name if layout else container.path, "the image"), name=word(name))
+        layout = name.removeprefix("oci:") if name.startswith("oci:") else ""
+        opened = fill(
+            _PULLED,
+            layout=fill(_LINKED, folder=path_word(layout, "the image")) if layout else "",
+            image="oci:layout" if layout else path_word(container.path, "the image"),
+            name=word(name),
+        )
         opened += fill(_OF_LAYOUT, digest=digest, name=word(name)) if layout else ""
         image = '"$image"'
     else:

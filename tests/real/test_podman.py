@@ -119,7 +119,7 @@ def rootless(session_store: Path) -> Iterator[Rootless]:
         for number, user in enumerate(ALL, start=FIRST_USER):
             (shared / f"home-{user}").mkdir()
             os.chown(shared / f"home-{user}", number, number)
-        digest = podman.write_layout(tree, shared / "layout", VARIABLES)
+        digest = podman.write_layout(tree, shared / "an-_OCI layout", VARIABLES)
         small = small_image.write_image(tree, shared / "small.sqsh", **VARIABLES)
         jobs = Jobs(cluster, {"ENVBUILD_STORE": str(session_store)})
         registry = f"{cluster.address('ctl')}:5000"
@@ -129,7 +129,7 @@ def rootless(session_store: Path) -> Iterator[Rootless]:
         serve = ["docker-registry", "serve", cluster.folder / "registry.yml"]
         server = cluster.popen(serve, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         fabric = copy_fabric(shared / "stack")
-        made = Rootless(jobs, small, f"oci:{shared / 'layout'}@{digest}", digest, fabric, registry)
+        made = Rootless(jobs, small, f"oci:{shared / 'an-_OCI layout'}@{digest}", digest, fabric, registry)
         made.write_site()
         yield made
         server.terminate()

@@ -53,7 +53,8 @@ def test_an_oci_layout_is_named_by_its_folder_and_digest(tmp_path: Path, monkeyp
     assert (artifact.path, artifact.place) == (f"oci:{tmp_path}/layout@{DIGEST}", f"{tmp_path}/layout")
     assert (artifact.recipe, artifact.digest, IMAGE.place, SQSH.place) == ("layout", DIGEST, "", SQSH.path)
     script = node_program(plan_job(JobRequest(), opened, site_of(tmp_path)), SCHEDULERS["slurm"].launchers["srun"])
-    assert f"podman pull --quiet oci:{tmp_path}/layout)" in script and f'"$image")" = {DIGEST} ]' in script
+    assert f'cd "$disk" && ln -s {tmp_path}/layout layout && podman pull --quiet oci:layout)' in script
+    assert f'"$image")" = {DIGEST} ]' in script
     site = site_of(tmp_path, more='[paths]\nshared = "/fsx"\n')
     plan = plan_job(JobRequest(current=tmp_path), JobInputs(replace(artifact, path=LAYOUT)), site)
     assert not [fault for fault in possible_faults(plan, "x86_64") if "layout" in fault]
