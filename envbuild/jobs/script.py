@@ -230,11 +230,6 @@ def module_lines(plan: JobPlan) -> str:
     return "\n".join(lines)
 
 
-def purged(plan: JobPlan) -> bool:
-    """Return whether the site file itself sets [modules] purge, whether or not it lists modules to load."""
-    return plan.site.modules.purge and "[modules] purge" in plan.site.origins
-
-
 def module_shell(plan: JobPlan, shell: str) -> str:
     """Return the shell for a program that loads modules: a login shell unless the site sets [modules] init."""
     if not plan.modules:
@@ -392,19 +387,17 @@ def _about(plan: JobPlan) -> str:
 
 def opening(plan: JobPlan, directives: list[str], about: str, modules: str = "Load the site's modules.") -> str:
     """Return the first lines, up to the loaded modules; `about` and `modules` are texts of comments."""
-    shown = bool(plan.modules) or purged(plan)
+    # Modules are also unloaded if the site file itself sets [modules] purge, whether or not it lists modules to load.
+    shown = bool(plan.modules) or (plan.site.modules.purge and "[modules] purge" in plan.site.origins)
     login = " -l" if shown and not plan.site.modules.init else ""
-    comment = _comment(f"# envbuild {envbuild.__version__}: {about}")
+    line = f"# envbuild {envbuild.__version__}: {about}"
+    comment = "".join(character if character.isprintable() else "?" for character in line)
     lines = [f"#!/bin/bash{login}", *directives, comment, _STOP]
     if shown:
         why = modules if plan.modules else "Unload all modules, because the site file sets [modules] purge."
         lines += [f"# {why}", module_lines(plan)]
     lines.append("set -euo pipefail")
     return "\n".join(lines)
-
-
-def _comment(line: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in line)
 
 
 def _known(plan: JobPlan, template: str) -> str:
