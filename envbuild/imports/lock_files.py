@@ -408,7 +408,7 @@ def read_pipfile_lock(path: Path) -> Iterator[Statement]:
         yield Statement("python", f"=={python}.*", str(path))
     for source_row in map(table_at, list_at(meta, "sources")):
         yield Statement("index", str(source_row.get("url")), str(path))
-    for category in data.keys() - {"_meta"}:
+    for category in [name for name in data if name != "_meta"]:
         start = _line_of_table(lines, category, 0)
         for name, row in table_at(data, category).items():
             place, about = f"{path}:{_line_of_table(lines, name, start) + 1}", table_at(row)

@@ -221,7 +221,8 @@ def _dynamic(document: Document) -> Iterator[Statement]:
         "optional-dependencies": {name: value_at(about, "file") for name, about in extras.items()}
         | dict(table_at(data, *hatch, "optional-dependencies")),
     }
-    for key in files.keys() & set(map(str, list_at(data, "project", "dynamic"))):
+    dynamic = list_at(data, "project", "dynamic")
+    for key in [key for key in files if key in dynamic]:
         for group, given in files[key].items():
             for name in [given] if isinstance(given, str) else list_at(given):
                 for statement in pip_line(f"-r {shlex.quote(str(name))}", place, beside(folder)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -212,3 +213,23 @@ def test_a_package_of_a_pipfile_lock_that_is_called_as_a_key(tmp_path: Path) -> 
         "attrs==1": "4",
         "version==2": "7",
     }
+
+
+def test_pins_have_the_order_of_the_categories_in_the_file(tmp_path: Path) -> None:
+    categories = ("default", "develop", "docs", "tests", "types", "site", "extra")
+    lock = {"_meta": {"pipfile-spec": 6}} | {name: {f"of-{name}": {"version": "==1"}} for name in categories}
+    (tmp_path / "Pipfile.lock").write_text(json.dumps(lock))
+    draft, _ = draft_of(tmp_path / "Pipfile.lock", groups=categories)
+    assert [one.text for one in draft.carried if one.kind == "pin"] == [f"of-{name}==1" for name in categories]
+
+
+def test_dynamic_requirements_come_before_those_of_extras(tmp_path: Path) -> None:
+    (tmp_path / "base.txt").write_text("rich\n")
+    (tmp_path / "more.txt").write_text("attrs\n")
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "a"\ndynamic = ["optional-dependencies", "version", "dependencies"]\n'
+        '[tool.setuptools.dynamic]\ndependencies = {file = ["base.txt"]}\n'
+        'optional-dependencies = {more = {file = ["more.txt"]}}\n'
+    )
+    _, recipe = draft_of(tmp_path / "pyproject.toml", groups=("more",))
+    assert recipe.requirements == ("rich", "attrs")
