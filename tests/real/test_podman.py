@@ -330,5 +330,11 @@ def test_an_image_of_a_layout_and_of_a_registry_is_verified_without_a_daemon(
     for image, code, words in ((layout, 2, f"holds {digest}, not sha256:000"), (name, 4, "404")):
         done = verifier("-m", "envbuild", "verify", f"{image}@sha256:{'0' * 64}", "--runtime", "podman")
         assert done.returncode == code and words in done.stderr, done.stderr
+    key = home / "key.pem"
+    subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True)
+    key.chmod(0o644)
+    signed = verifier("-m", "envbuild", "attest", f"{layout}@{digest}", "--key", str(key))
+    assert signed.returncode == 0, signed.stderr
+    assert (home / signed.stdout.strip()).samefile(receipt.with_name("docker.sigstore.json"))
     assert not list((home / "store").glob("*ed/*")), "working folders"
     assert cluster.run(["sh", "-c", "ps -u ann -o args= | grep -v /usr/bin/podman"], on="n1").stdout == ""
