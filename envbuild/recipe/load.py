@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from collections.abc import Iterable, Iterator
 from functools import cached_property
@@ -295,6 +294,7 @@ def _wrong_folder(document: Document) -> Iterator[Problem]:
 def _digest(**data: Any) -> str:
     # Imported here: only commands that compare or write locks need these modules.
     import hashlib
+    import json
 
     canonical = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()

@@ -258,8 +258,9 @@ def test_a_hint_does_not_name_an_index_that_the_target_has() -> None:
 )
 def test_the_newest_build_for_the_target_limits_torch(target: str, line: str, limits: tuple[str, ...]) -> None:
     versions = ("2.5.1+cu124", "2.6.0+cu124", "2.7.0+cu126", "2.13.0+cpu", "2.15.0")
+    files = [SimpleNamespace(requires_python="")]
     releases = [
-        SimpleNamespace(version=Version(version), accepts=lambda python: True, fits=lambda python, platform: True)
+        SimpleNamespace(version=Version(version), files=files, fits=lambda python, platform: True)
         for version in versions
     ]
     offers: Any = SimpleNamespace(releases=lambda names: {"torch": releases})
