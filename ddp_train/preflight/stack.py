@@ -62,7 +62,8 @@ def loaded_stack(environ: Mapping[str, str]) -> tuple[str, dict[str, str], str]:
     if found["libraries"] and environ.get("ENVBUILD_NODE") == "0":
         with suppress(OSError), open(os.path.join(environ["ENVBUILD_RUN"], FILE), "w", encoding="utf-8") as file:
             file.write(text)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16] if found["libraries"] else ""
+    same = json.dumps({**found, "processor": None}, sort_keys=True)  # the processors of nodes may differ
+    digest = hashlib.sha256(same.encode()).hexdigest()[:16] if found["libraries"] else ""
     return _problem(table, names, faults, loaded), loaded, digest
 
 

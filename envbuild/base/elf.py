@@ -13,7 +13,7 @@ import os
 import re
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,9 +23,12 @@ from typing import BinaryIO
 HEAD = 20  # bytes of a file that name its processor
 # Values of e_machine.
 MACHINES = {"i386": 3, "ppc64": 21, "s390x": 22, "arm": 40, "x86_64": 62, "aarch64": 183, "riscv64": 243}
-_PT_LOAD, _PT_DYNAMIC = 1, 2
-_NEEDED, _STRSZ, _SONAME, _RPATH, _RUNPATH, _FILTER = 1, 10, 14, 15, 29, 0x7FFFFFFF
+_PT_LOAD, _PT_DYNAMIC, _PT_GNU_STACK = 1, 2, 0x6474E551
+_EXECUTABLE, _SHARED = 2, 3  # e_type
+_NEEDED, _STRSZ, _SONAME, _RPATH, _RUNPATH, _FLAGS_1, _FILTER = 1, 10, 14, 15, 29, 0x6FFFFFFB, 0x7FFFFFFF
+_NOOPEN, _PIE = 0x40, 0x8000000  # of DT_FLAGS_1
 _VERDEF, _VERDEFNUM, _VERNEED, _VERNEEDNUM = 0x6FFFFFFC, 0x6FFFFFFD, 0x6FFFFFFE, 0x6FFFFFFF
+_OS_ABIS = (0, 3)  # System V and GNU, in the header
 _WEAK = 2  # VER_FLG_WEAK: the loader does without such a version
 _END = 32 << 20  # the names in libtorch_cpu.so take 6 MB, those at the beginning of Intel's extension 41 MB
 # Upper limits for a table's length and for an offset in a file: a damaged header may contain any number.
@@ -41,7 +44,11 @@ class Elf:
     `dynamic` is whether it has a dynamic section. `runpath` is DT_RUNPATH, else DT_RPATH, which `inherited` tells.
     `needs` are the symbol versions that the loader requires from other libraries, as (library, version); `defines` are
     its own symbol versions. `given` maps its defined symbols to their versions, "" for none; `wanted` are the symbols
-    that other libraries must define, as (name, version or ""). Both are empty if the symbols were not read.
+    that other libraries must define, as (name, version or ""). Both are empty if the symbols were not read; `versioned`
+    is whether its symbols have a table of versions (DT_VERSYM).
+
+    `fault` is why the loader refuses the file, "" for none, and `dlopen_fault` why dlopen alone does. `exec_stack` is
+    whether it asks for an executable stack.
     """
 
     machine: int
@@ -54,16 +61,25 @@ class Elf:
     defines: Sequence[str] = ()
     given: Mapping[str, Sequence[str]] = field(default_factory=dict, repr=False)
     wanted: Sequence[Sequence[str]] = field(default=(), repr=False)
+    versioned: bool = True
+    fault: str = ""
+    dlopen_fault: str = ""
+    exec_stack: bool = False
 
     @property
     def glibc(self) -> tuple[int, int]:
         """Newest glibc version that its symbols need, (0, 0) for none."""
-        matches = [_GLIBC.fullmatch(version) for _, version in self.needs]
-        return max(((int(m[1]), int(m[2])) for m in matches if m), default=(0, 0))
+        return newest_glibc(version for _, version in self.needs)
 
     def has(self, name: str, version: str) -> bool:
         """Return whether the loader finds the symbol here: in this `version` if both sides have versions."""
         return any(not version or not own or own == version for own in self.given.get(name, ()))
+
+
+def newest_glibc(versions: Iterable[str]) -> tuple[int, int]:
+    """Return the newest glibc version among versions of symbols, (0, 0) for none."""
+    matches = map(_GLIBC.fullmatch, versions)
+    return max(((int(m[1]), int(m[2])) for m in matches if m), default=(0, 0))
 
 
 def machine_name(machine: int) -> str:
@@ -113,6 +129,16 @@ def parse_elf(read: ReadAt, *, symbols: bool = False) -> Elf | None:
         return None
 
 
+def refused_file(head: bytes) -> Elf | None:
+    """Return the file that begins with `head`, and that `read_elf` does not read, as the loader sees it.
+
+    None for a missing file, and for one of 32 bits, in place of which the loader takes another.
+    """
+    if not head or head[:5] == b"\x7fELF\1":
+        return None
+    return Elf(0, fault="the file is damaged" if head[:4] == b"\x7fELF" else "invalid ELF header")
+
+
 def _read(read: ReadAt, symbols: bool) -> Elf | None:
     head = read(0, 64)
     if head[:4] != b"\x7fELF" or head[4] != 2 or head[5] not in (1, 2):
@@ -122,11 +148,14 @@ def _read(read: ReadAt, symbols: bool) -> Elf | None:
     def unpack(layout: str, offset: int) -> tuple[int, ...]:
         return struct.unpack(order + layout, read(offset, struct.calcsize(order + layout)))
 
-    (machine,), headers = unpack("H", 18), _headers(unpack)
-    loads = [(address, offset, length) for kind, offset, address, length in headers if kind == _PT_LOAD]
-    dynamic = [(offset, length) for kind, offset, _, length in headers if kind == _PT_DYNAMIC]
+    (kind, machine), headers = unpack("HH", 16), _headers(unpack)
+    fault = "" if kind in (_EXECUTABLE, _SHARED) else "only ET_DYN and ET_EXEC can be loaded"
+    if head[7] not in _OS_ABIS:
+        fault = "ELF file OS ABI invalid"
+    loads = [(address, offset, length) for kind, _, offset, address, length in headers if kind == _PT_LOAD]
+    dynamic = [(offset, length) for kind, _, offset, _, length in headers if kind == _PT_DYNAMIC]
     if not dynamic:
-        return Elf(machine)
+        return Elf(machine, fault=fault)
     entries: dict[int, list[int]] = {}
     begin, length = dynamic[-1]
     for tag, value in struct.iter_unpack(order + "qQ", read(begin, length)[: length // 16 * 16]):
@@ -163,6 +192,11 @@ def _read(read: ReadAt, symbols: bool) -> Elf | None:
     own = {tag: place(tag) for tag in TABLES if symbols and tag in entries}
     given, wanted = _symbols(read, order, own, strings, names) if SYMTAB in own else ({}, [])
     paths = entries.get(_RUNPATH) or entries.get(_RPATH) or []
+    flags = entries.get(_FLAGS_1, [0])[0]
+    dlopen_fault = "shared object cannot be dlopen()ed" if flags & _NOOPEN else ""
+    if flags & _PIE or kind == _EXECUTABLE:
+        dlopen_fault = "cannot dynamically load an executable"
+    stack = [flags for kind, flags, *_ in headers if kind == _PT_GNU_STACK]
     return Elf(
         machine,
         dynamic=True,
@@ -174,14 +208,18 @@ def _read(read: ReadAt, symbols: bool) -> Elf | None:
         defines=tuple(sorted(defines)),
         given=given,
         wanted=wanted,
+        versioned=_VERSYM in entries,
+        fault=fault,
+        dlopen_fault=dlopen_fault,
+        exec_stack=not stack or bool(stack[-1] & 1),
     )
 
 
-def _headers(unpack: Unpack) -> list[tuple[int, int, int, int]]:
-    """Return (type, offset, address, size in the file) of each program header."""
+def _headers(unpack: Unpack) -> list[tuple[int, int, int, int, int]]:
+    """Return (type, flags, offset, address, size in the file) of each program header."""
     (table,), (size, count) = unpack("Q", 32), unpack("HH", 54)
     rows = [unpack("IIQQQQ", table + number * size) for number in range(count)] if size >= 56 else []
-    return [(kind, offset, address, length) for kind, _, offset, address, _, length in rows]
+    return [(kind, flags, offset, address, length) for kind, flags, offset, address, _, length in rows]
 
 
 def _needs(unpack: Unpack, begin: int, count: int) -> Iterator[tuple[int, int, int, int]]:
@@ -226,7 +264,7 @@ class ElfParts:
             with suppress(struct.error):
                 order = ">" if piece[5:6] == b"\2" else "<"
                 headers = _headers(lambda layout, offset: struct.unpack_from(order + layout, piece, offset))
-                dynamic = [(begin, min(size, _END)) for kind, begin, _, size in headers if kind == _PT_DYNAMIC]
+                dynamic = [(begin, min(size, _END)) for kind, _, begin, _, size in headers if kind == _PT_DYNAMIC]
                 self._wanted += [(begin, begin + size) for begin, size in dynamic[-1:]]
         if any(begin < self._at + len(piece) and self._at < end for begin, end in self._wanted):
             self._offsets.append(self._at)

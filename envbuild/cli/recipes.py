@@ -265,7 +265,7 @@ def check_command(
 def _check_stack(text: str | None, target: str | None, site: Site, environment: Environment, *, as_json: bool) -> None:
     """Judge an artifact with the libraries of the nodes of `site`; exit with 3 if they cannot be loaded together."""
     from envbuild.cli.inspect import spelling
-    from envbuild.compat.host_stack import judge_stack, parse_inventory
+    from envbuild.compat.host_stack import HostInventory, judge_stack, parse_inventory
     from envbuild.inspect.reader import open_artifact
     from envbuild.verify.static_checks import image_libraries, read_libraries
 
@@ -274,10 +274,14 @@ def _check_stack(text: str | None, target: str | None, site: Site, environment: 
         raise UsageError(
             f"site {site.name} has no [host_stack]", "name the nodes' libraries there: docs/howto/host-stack.md"
         )
-    if not file.is_file():
+    host, absent = HostInventory({}), None
+    if file.is_file():
+        host = parse_inventory(file.read_text(encoding="utf-8", errors="replace"), str(file))
+    else:
         hint = f"on a node: envbuild site init --from {site.files[-1]} --out {site.files[-1]} --force"
-        raise UsageError(f"there is no inventory of the nodes' libraries, {file}", hint)
-    host = parse_inventory(file.read_text(encoding="utf-8", errors="replace"), str(file))
+        absent = UsageError(f"there is no inventory of the nodes' libraries, {file}", hint)
+    if absent and table.injected:
+        raise absent
     artifact = spelling(text, target, environment)
     with open_artifact(artifact, environment, target) as opened:
         about, layers = opened.about, opened.layers()
@@ -286,6 +290,8 @@ def _check_stack(text: str | None, target: str | None, site: Site, environment: 
         else:
             parts = zip((layer.diff_id for layer in about.layers), layers, strict=True)
             libraries = image_libraries(artifact, parts, about.env, environment.site.limits)
+    if absent and not libraries.isolated:  # an image takes nothing of the nodes
+        raise absent
     findings = judge_stack(table, host, libraries)
     bad = any(finding.status == "bad" for finding in findings)
     if as_json:

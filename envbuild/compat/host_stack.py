@@ -6,6 +6,7 @@ judged on any host.
 
 from __future__ import annotations
 
+import functools
 import json
 import posixpath
 import re
@@ -15,7 +16,7 @@ from typing import Any
 
 from envbuild.base.elf import Elf
 from envbuild.base.errors import UsageError
-from envbuild.base.libraries import FABRIC, FORMAT, MPI, Find, LoadFault, Process
+from envbuild.base.libraries import FABRIC, FORMAT, MPI, Find, LoadFault, Process, Processor
 from envbuild.compat.rows import LOOK_IT_UP, CompatFinding, finding, load_rows, row_of
 from envbuild.site.jobs import HostStackTable
 
@@ -41,6 +42,7 @@ class HostInventory:
     libraries: Mapping[str, Elf]
     links: Mapping[str, str] = field(default_factory=dict)
     folders: Sequence[str] = ()
+    processor: Processor = field(default_factory=Processor)
 
     def find(self, path: str) -> Elf | None:
         """Return the library at `path`, None for any other path."""
@@ -54,7 +56,8 @@ def parse_inventory(text: str, where: str) -> HostInventory:
         if value["format"] != FORMAT:
             raise ValueError
         libraries = {path: Elf(**row) for path, row in value["libraries"].items()}
-        return HostInventory(libraries, dict(value["links"]), list(value["folders"]))
+        processor = Processor(**value.get("processor", {}))
+        return HostInventory(libraries, dict(value["links"]), list(value["folders"]), processor)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{where} is no inventory of a node's libraries", "write it again on a node") from error
 
@@ -64,8 +67,9 @@ class ArtifactLibraries:
     """The files of an artifact whose environment is in the folder `root`.
 
     `find` returns the library at a path, `paths` are the files below `root`. With `isolated`, as in images, all paths
-    are the artifact's and those that a job mounts; else what is outside of `root` is the nodes'. `library_path` is
-    LD_LIBRARY_PATH of the artifact itself, `folders` are those in which its loader searches at last.
+    are the artifact's and those that a job mounts; else what is outside of `root`, and of `base`, the folder of the
+    Python of a venv, is the nodes'. `library_path` is LD_LIBRARY_PATH of the artifact itself, `folders` are those in
+    which its loader searches at last.
     """
 
     root: str
@@ -74,6 +78,7 @@ class ArtifactLibraries:
     paths: Collection[str]
     isolated: bool
     program: str = ""
+    base: str = ""
     library_path: Sequence[str] = ()
     folders: Sequence[str] = ()
 
@@ -82,7 +87,10 @@ def judge_stack(table: HostStackTable, host: HostInventory, artifact: ArtifactLi
     """Return a finding for each part of the stack that ranks of `artifact` would load with the mode of `table`."""
     seen = _Meeting(table, host, artifact)
     findings = [*seen.start(), *seen.plugin(), *seen.fabric(), *seen.mpi(), *seen.driver()]
-    return findings or [finding("note", "stack", "neither the nodes nor the artifact have libraries of this kind")]
+    once = {row.text: row for row in reversed(findings)}  # the part that has a fault, not all that load it
+    return [row for row in findings if once[row.text] is row] or [
+        finding("note", "stack", "neither the nodes nor the artifact have libraries of this kind")
+    ]
 
 
 class _Meeting:
@@ -93,17 +101,19 @@ class _Meeting:
         self.folders = [*(artifact.folders if artifact.isolated else host.folders), *filter(None, [table.driver])]
         self.own_folders = table.library_path(isolated=artifact.isolated)
         plugins = (path for path in self.paths if _PLUGIN.search(path) and artifact.find(path))
+        self.find = functools.cache(self._found)
         self.plugin_path = (table.injected and table.nccl_plugin) or next(plugins, "")
 
     def of_host(self, path: str) -> bool:
         """Return whether a rank finds the node's file at `path`; runtimes mount single files of the driver."""
         if not self.artifact.isolated:
-            return not path.startswith(f"{self.artifact.root}/")
+            tops = filter(None, (self.artifact.root, self.artifact.base))
+            return not path.startswith(tuple(f"{top}/" for top in tops))
         folder, name = posixpath.split(path)
         of_driver = folder == self.table.driver and _OF_DRIVER.match(name)
         return bool(of_driver) or any(f"{path}/".startswith(f"{place}/") for place in self.table.injected)
 
-    def find(self, path: str) -> Elf | None:
+    def _found(self, path: str) -> Elf | None:
         if not self.of_host(path):
             return self.artifact.find(path)
         return None if self._led_out(path) else self.host.find(path)
@@ -119,6 +129,9 @@ class _Meeting:
     def start(self) -> Iterator[CompatFinding]:
         process = self._process()
         for mapped in process.mapped:
+            if mapped.elf.fault and self.of_host(mapped.path):
+                yield finding("bad", "Python", *self._told(LoadFault(mapped.path, "refused", mapped.elf.fault)))
+                return
             for fault in process.absent_versions(mapped):
                 if self.of_host(fault.path) or self.of_host(fault.of):
                     yield finding("bad", "Python", *self._told(fault))
@@ -168,13 +181,15 @@ class _Meeting:
             yield from (row for row in rows if row.status == "bad" or not modules)
 
     def driver(self) -> Iterator[CompatFinding]:
-        if self.table.driver:
+        if self.table.driver and not self.host.libraries:
+            yield finding("unknown", "driver", "there is no inventory of the nodes' libraries", "write it on a node")
+        elif self.table.driver:
             yield self._loaded("driver", _DRIVER, _DRIVER)
 
     def _process(self) -> Process:
         """Return the process of a rank that has loaded torch."""
         artifact, path = self.artifact, [*self.own_folders, *self.artifact.library_path]
-        process = Process(self.find, artifact.machine, path, self.folders, artifact.program)
+        process = Process(self.find, artifact.machine, path, self.folders, artifact.program, self.host.processor)
         for library in filter(_TORCH.search, self.paths):
             process.open(library)
         return process
@@ -218,6 +233,9 @@ class _Meeting:
             if fault.path and self.of_host(fault.path):
                 return text, f"add the folder of {fault.name} on the nodes to [host_stack] more; or {other}"
             return text, f"add a package with {fault.name} to the recipe; or {other}"
+        if fault.kind == "refused":
+            text = f"{self._shown(fault.path)} cannot be loaded: {fault.name}"
+            return text, f"replace {posixpath.basename(fault.path)} by a library for Linux and this glibc; or {other}"
         if fault.kind == "symbol":
             text = f"{self._shown(fault.path)} calls {fault.name}, which no library that it loads defines"
             return text, f"take builds of one release; or {other}"

@@ -32,6 +32,7 @@ _WRONG_FILES = ("altered", "missing", "unowned")
 _KEPT_TEXT = 2000
 _LAYER_TIMEOUT_S = 60.0
 _READING_S = 3600.0
+_SYSTEM = ("/", "/usr", "/usr/local")  # Pythons there are the nodes' own
 _SHOWN, _KEPT = 5, 50
 
 
@@ -204,13 +205,17 @@ def _libraries_of(artifact: str, files: HostFiles | ImageFiles) -> ArtifactLibra
     root, folders = f"/{PREFIX}" if isolated else os.path.abspath(artifact), list[str]()
     paths, find = [*files.walk("/" if isolated else root)], library_finder(files, {})
     pythons = [f"{root}/bin/python", *(["/usr/bin/python3"] if isolated else [])]
-    program = next(filter(find, pythons), "")
-    known = next(filter(None, map(find, [program, *(path for path in paths if ".so" in path)])), None)
+    program = next((path for path in pythons if (elf := find(path)) and not elf.fault), "")
+    base = os.path.dirname(os.path.dirname(files.real(program))) if program else ""
+    base = "" if isolated or base in _SYSTEM else base
+    program = files.real(program) if (isolated and program) or base else program  # for $ORIGIN, as the kernel names it
+    libraries = (path for path in [program, *paths] if path == program or ".so" in path)
+    known = next((elf for elf in map(find, libraries) if elf and not elf.fault), None)
     if known is None:
         raise UsageError(f"{artifact} has no libraries", "give a venv, a conda environment or an image with Python")
     if isolated:
         folders = [*configured_folders(files.names, files.read), *usual_folders(machine_name(known.machine))]
-    return ArtifactLibraries(root, known.machine, find, paths, isolated, program, files.library_path(), folders)
+    return ArtifactLibraries(root, known.machine, find, paths, isolated, program, base, files.library_path(), folders)
 
 
 def check_layer(layer: BuiltLayer, nodes: Nodes, work: Path) -> Check:

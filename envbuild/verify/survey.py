@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from envbuild.base.elf import Elf, machine_name
+from envbuild.base.elf import Elf, elf_machine, machine_name, refused_file
 from envbuild.base.libraries import (
     Find,
     LoadFault,
@@ -99,7 +99,9 @@ def library_finder(files: Files, known: Mapping[str, Elf]) -> Find:
     def find(path: str) -> Elf | None:
         real = files.real(path)
         if real not in elfs:
-            elfs[real] = files.elf(real)
+            elf, head = files.elf(real), files.head(real)
+            # The tables of an image's large file may not have been kept: that does not make it a damaged one.
+            elfs[real] = refused_file(head) if elf is None and elf_machine(head) is None else elf
         return elfs[real]
 
     return find

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from lab import artifacts as lab
 from ddp_train.preflight.model import FAIL, Facts, Node, Requirements
 from ddp_train.preflight.rules_node import resources
 from ddp_train.preflight.stack import STACK, loaded_stack
-from envbuild.base.elf import MACHINES, Elf, read_elf
+from envbuild.base.elf import MACHINES, Elf, file_head, read_elf, refused_file
 from envbuild.base.errors import RecipeError, UsageError
-from envbuild.base.libraries import LoadFault, Process, inventory
+from envbuild.base.libraries import LoadFault, Process, Processor, configured_folders, inventory, processor
 from envbuild.cli.commands import cli
 from envbuild.compat.host_stack import ArtifactLibraries, HostInventory, judge_stack, parse_inventory
 from envbuild.compat.rows import CompatFinding
@@ -92,12 +92,12 @@ class Compiled:
         def find(path: str) -> Elf | None:
             real = os.path.realpath(path)
             if real not in known:
-                known[real] = read_elf(Path(real), symbols=True) if os.path.isfile(real) else None
+                elf = read_elf(Path(real), symbols=True) if os.path.isfile(real) else None
+                known[real] = elf or refused_file(file_head(real))
             return known[real]
 
-        process = Process(
-            find, MACHINE, path.split(":") if path else (), inventory([])["folders"], os.path.realpath(sys.executable)
-        )
+        python, folders = os.path.realpath(sys.executable), inventory([])["folders"]
+        process = Process(find, MACHINE, path.split(":") if path else (), folders, python, processor())
         fault = next(filter(None, map(process.load, names)), None)
         ours = {
             os.path.basename(m.path): os.path.realpath(m.path)
@@ -179,6 +179,96 @@ def test_versions_symbols_and_absent_libraries(compiled: Compiled) -> None:
     compiled.library("b/libfab.so.1", defines="other")
     assert compiled.judged(plugin, path=path)[0] == LoadFault(plugin, "symbol", "fab@FABRIC_1.8")
     assert "undefined symbol: fab" in compiled.real(plugin, path=path)[0]
+
+
+@pytest.mark.parametrize("folder", [*processor().subfolders((2, 36)), "none/", "$LIB/", "$PLATFORM/"])
+def test_the_loader_searches_in_folders_for_the_processor(compiled: Compiled, folder: str) -> None:
+    """All that this processor has are searched by one of the loaders; `$` are the values of this host's loader."""
+    for place in (folder, f"lib/{os.uname().machine}-linux-gnu/", "lib64/", f"{processor().platform}/"):
+        if "$" not in place and ("$" in folder or place == folder):
+            compiled.library(f"a/{place}libdep.so.1", defines="dep")
+    rpath = f"$ORIGIN/{folder.rstrip('/')}" if "$" in folder else "$ORIGIN"
+    compiled.library("tmp/libdep.so.1", defines="dep")
+    fabric = compiled.library("a/libfab.so.1", f"-Wl,-rpath,{rpath}", calls="dep", wants="tmp/libdep.so.1")
+    fault, ours = compiled.judged(fabric)
+    said, theirs = compiled.real(fabric)
+    assert (fault is None) == (said == ""), (fault, said)
+    assert fault or ours == theirs
+
+
+MAIN = b"int main(void) { return 0; }"
+
+
+def osabi(path: str) -> None:
+    with open(path, "r+b") as file:
+        file.seek(7)
+        file.write(b"\6")
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "kind"),
+    [
+        (["-Wl,-z,nodlopen"], None, "refused"),
+        (["-nostdlib"], lambda path: Path(path).write_text("/* GNU ld script */\nINPUT(libdep.so.1.0)\n"), "refused"),
+        (["-nostdlib"], osabi, "refused"),
+        (
+            ["-nostdlib"],
+            lambda path: subprocess.run(["gcc", "-xc", "-", "-o", path], input=MAIN, check=True),
+            "refused",
+        ),
+        (["-nostdlib"], lambda path: os.truncate(path, 300), "refused"),
+        (["-Wl,-z,execstack"], None, "refused"),
+        (["-nostdlib"], None, "version"),
+    ],
+    ids=["nodlopen", "text", "osabi", "program", "truncated", "execstack", "no versions"],
+)
+def test_files_that_the_loader_refuses_end_the_search(
+    compiled: Compiled, options: list[str], change: Callable[[str], object] | None, kind: str
+) -> None:
+    """A folder with a good library follows: the loader does not take it. Only new glibcs refuse executable stacks."""
+    versions = "DEP_1" if kind == "version" else ""
+    compiled.library("a/libdep.so.1", defines="dep", versions=versions)
+    compiled.library("b/libdep.so.1", defines="dep", versions=versions)
+    fabric = compiled.library(
+        "c/libfab.so.1", "-Wl,-rpath,$ORIGIN/../a:$ORIGIN/../b", calls="dep", wants="a/libdep.so.1"
+    )
+    place = compiled.library("a/libdep.so.1", *options, defines="dep")
+    if change:
+        change(place)
+    fault, _ = compiled.judged(fabric)
+    said, _ = compiled.real(fabric)
+    assert (fault is None) == (said == ""), (fault, said)
+    if "execstack" not in options[0]:
+        assert fault and fault.kind == kind, fault
+
+
+def test_a_new_glibc_refuses_executable_stacks() -> None:
+    for newest, fault in (("2.36", None), ("2.41", "it asks for an executable stack, which glibc 2.41 refuses")):
+        libraries = {"/l/libc.so.6": library(defines=f"GLIBC_{newest}"), "/l/x.so": replace(library(), exec_stack=True)}
+        found = Process(libraries.get, 62, (), ["/l"]).load("x.so")
+        assert found == (fault and LoadFault("/l/x.so", "refused", fault))
+
+
+def test_the_levels_of_processors_are_searched_by_glibcs_that_know_them() -> None:
+    node = Processor(["x86-64-v3", "x86-64-v2"], "haswell", ["x86_64"])
+    assert node.subfolders((2, 37)) == ["glibc-hwcaps/x86-64-v3/", "glibc-hwcaps/x86-64-v2/", ""]
+    old = node.subfolders((2, 28))
+    assert old[0] == "tls/haswell/x86_64/" and "tls/" in old and old[-1] == "" and len(old) == 8
+    assert Processor().subfolders((2, 28)) == [""]
+
+
+def test_files_of_ld_so_conf_are_read_as_ldconfig_does() -> None:
+    files = {
+        "/etc/ld.so.conf": b"/first # a comment\ninclude ld.so.conf.d/*.conf\n/last\n",
+        "/etc/ld.so.conf.d/a.conf": b"include /etc/more/*.conf\n#/not\n",
+        "/etc/ld.so.conf.d/b.txt": b"/not",
+        "/etc/more/x.conf": b"/opt/x\ninclude /etc/ld.so.conf\ninclude /none/*\n",
+    }
+
+    def names(folder: str) -> list[str]:
+        return [os.path.basename(path) for path in files if os.path.dirname(path) == folder]
+
+    assert configured_folders(names, lambda path: files[path]) == ["/first", "/opt/x", "/last"]
 
 
 def library(soname: str = "", needed: str = "", needs: str = "", defines: str = "", given: str = "") -> Elf:
@@ -409,9 +499,37 @@ def test_an_inventory_is_written_on_a_node_and_read_anywhere(compiled: Compiled)
     assert any(path.endswith("/libc.so.6") for path in [*host.libraries, *host.links]) and "/usr/lib" in host.folders
     alone = parse_inventory(json.dumps(inventory([fabric], alone=True)), "here")
     assert [*alone.libraries] == [fabric] and not alone.folders
+    assert host.processor == processor()
+    os.chmod(fabric, 0o640)
+    assert not inventory([fabric])["libraries"], "not all users can read it"
     for text in ("", "{}", '{"format": 2}', '{"format": 1, "libraries": {"/x": {}}, "links": {}, "folders": []}'):
         with pytest.raises(UsageError, match="is no inventory"):
             parse_inventory(text, "x.json")
+
+
+def test_the_python_of_a_venv_is_the_artifacts() -> None:
+    """Its libpython is outside of the environment, and the nodes' folder has an older libm."""
+    own = {
+        "/home/py/bin/python3.11": replace(library("", "libpython3.11.so.1.0"), runpath="/home/py/lib"),
+        "/home/py/lib/libpython3.11.so.1.0": library("libpython3.11.so.1.0", "libm.so.6", "libm.so.6:GLIBC_2.35"),
+    }
+    host = replace(HOST, libraries={"/opt/fab/libm.so.6": library("libm.so.6", defines="GLIBC_2.29")})
+    artifact = ArtifactLibraries("/env", 62, own.get, [], False, "/home/py/bin/python3.11", "/home/py")
+    (one,) = [one for one in judge_stack(TABLE, host, artifact) if one.subject == "Python"]
+    assert one.status == "bad" and "needs GLIBC_2.35, and the nodes' /opt/fab/libm.so.6 has GLIBC_2.29" in one.text
+
+
+def test_a_nodes_text_file_in_place_of_a_library_ends_python() -> None:
+    own = {"/usr/bin/python3": library("", "libcxi.so.1")}
+    host = replace(HOST, libraries={"/usr/lib64/libcxi.so.1.5": Elf(0, fault="invalid ELF header")})
+    one = judge_stack(TABLE, host, replace(image(own), program="/usr/bin/python3"))[0]
+    assert (one.subject, one.status) == ("Python", "bad") and "cannot be loaded: invalid ELF header" in one.text
+
+
+def test_one_cause_is_named_once() -> None:
+    table = replace(TABLE, more=(), mpi="/opt/new")
+    rows = judge_stack(table, HOST, image({}))
+    assert [row.subject for row in rows if "libcxi.so.1" in row.text] == ["libfabric"]
 
 
 def site_file(tmp_path: Path, text: str) -> Path:
@@ -528,6 +646,10 @@ def test_the_command_judges_an_environment_on_this_host(compiled: Compiled, tmp_
     words = ["check", str(env.root), "--site", str(file)]
     refused = runner.invoke(cli, words)
     assert isinstance(refused.exception, UsageError) and "there is no inventory" in refused.exception.message
+    site_file(tmp_path, 'mode = "image"\nlibfabric = "/opt/fab"\n')
+    refused = runner.invoke(cli, words)
+    assert refused.exit_code, "an environment in a folder has libraries of the nodes in each mode"
+    site_file(tmp_path, f'mode = "inject"\nlibfabric = "{compiled.root}/nodes"\n')
     for defined, code in (("FABRIC_1.7", 0), ("FABRIC_1.6", 3)):
         compiled.library("nodes/libfabric.so.1", defines="fab", versions=defined)
         made = runner.invoke(cli, ["site", "init", "--from", str(file), "--out", str(file), "--force"])
@@ -565,6 +687,11 @@ def test_an_image_is_judged_as_its_layers_merge(compiled: Compiled, tmp_path: Pa
         done = CliRunner(env=variables).invoke(cli, words)
         assert done.exit_code == code, done.output
         assert text in done.output, done.output
+    (tmp_path / "s.stack.json").unlink()
+    for mode, code in (("inject", 1), ("image", 3)):
+        site_file(tmp_path, f'mode = "{mode}"\nlibfabric = "/nonexistent"\n')
+        done = CliRunner(env=variables).invoke(cli, words)
+        assert done.exit_code == code, "an image takes nothing of the nodes in the mode image"
 
 
 def test_an_artifact_without_libraries_is_refused(tmp_path: Path) -> None:
