@@ -40,7 +40,7 @@ VARIABLES = ("etc/environment", ".singularity.d/env/10-docker2singularity.sh")  
 _TEXTS = re.compile(
     rf"{re.escape(PREFIX)}/(?:(?:.*/)?(?:[^/]+\.dist-info/(?:RECORD|{re.escape(SLIM_FILE)})"
     rf"|torch-[^/]+\.dist-info/METADATA|conda-meta/[^/]+\.json|{re.escape(VERSION_FILE)})|share/envbuild/layers/[^/]+\.json)|{re.escape(FILE_NAME)}"
-    rf"|etc/ld\.so\.conf(?:\.d/[^/]+\.conf)?|{'|'.join(map(re.escape, VARIABLES))}",
+    rf"|etc/ld\.so\.conf(?:\.d/.+\.conf)?|{'|'.join(map(re.escape, VARIABLES))}",
     re.DOTALL,
 )
 _MOST_TEXT = 64 << 20

@@ -648,7 +648,8 @@ def test_the_command_judges_an_environment_on_this_host(compiled: Compiled, tmp_
     assert isinstance(refused.exception, UsageError) and "there is no inventory" in refused.exception.message
     site_file(tmp_path, 'mode = "image"\nlibfabric = "/opt/fab"\n')
     refused = runner.invoke(cli, words)
-    assert refused.exit_code, "an environment in a folder has libraries of the nodes in each mode"
+    assert isinstance(refused.exception, UsageError), "an environment in a folder has the nodes' libraries in each mode"
+    assert "there is no inventory" in refused.exception.message
     site_file(tmp_path, f'mode = "inject"\nlibfabric = "{compiled.root}/nodes"\n')
     for defined, code in (("FABRIC_1.7", 0), ("FABRIC_1.6", 3)):
         compiled.library("nodes/libfabric.so.1", defines="fab", versions=defined)

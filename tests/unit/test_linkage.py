@@ -251,8 +251,11 @@ def test_images_are_linked_as_they_are(planted: Planted) -> None:
     found = survey(root, root / SITE, MACHINE, files=image(inside))
     assert found.linkage.faults == [f"{TORCH}: ncclCommRegister is not defined in {NCCL}"]
     assert found.requires == ("nvidia-x==1",) and found.elf.libraries == {}
-    conf: dict[str, bytes | str] = {"etc/ld.so.conf.d/cuda.conf": b"# CUDA\n/usr/local/cuda/stubs\n"}
-    conf["etc/ld.so.conf"] = b"include ld.so.conf.d/*.conf\n"
+    conf: dict[str, bytes | str] = {
+        "etc/ld.so.conf": b"include ld.so.conf.d/*.conf\n",
+        "etc/ld.so.conf.d/a.conf": b"include more/*.conf\n",
+        "etc/ld.so.conf.d/more/cuda.conf": b"# CUDA\n/usr/local/cuda/stubs\n",
+    }
     (said,) = survey(root, root / SITE, MACHINE, files=image(inside | conf)).linkage.stubs
     assert said.startswith("/usr/local/cuda/stubs/libcuda.so is a stub")
     inside["usr/local/cuda/lib64/stubs/libcuda.so.1"] = "libcuda.so"
