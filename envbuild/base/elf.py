@@ -211,7 +211,8 @@ def _read(read: ReadAt, symbols: bool) -> Elf | None:
         versioned=_VERSYM in entries,
         fault=fault,
         dlopen_fault=dlopen_fault,
-        exec_stack=not stack or bool(stack[-1] & 1),
+        # Without the header, glibc takes x86_64's for executable, and not aarch64's (stackinfo.h).
+        exec_stack=bool(stack[-1] & 1) if stack else machine == MACHINES["x86_64"],
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
 import tomllib
@@ -247,6 +248,21 @@ def test_a_new_glibc_refuses_executable_stacks() -> None:
         libraries = {"/l/libc.so.6": library(defines=f"GLIBC_{newest}"), "/l/x.so": replace(library(), exec_stack=True)}
         found = Process(libraries.get, 62, (), ["/l"]).load("x.so")
         assert found == (fault and LoadFault("/l/x.so", "refused", fault))
+
+
+@pytest.mark.parametrize(("machine", "executable"), [("x86_64", True), ("aarch64", False)])
+def test_a_library_that_does_not_say_how_its_stack_is(compiled: Compiled, machine: str, executable: bool) -> None:
+    """Old assembler code has no PT_GNU_STACK."""
+    place = Path(compiled.library("libold.so", "-nostdlib"))
+    content = bytearray(place.read_bytes())
+    content[18:20] = struct.pack("<H", MACHINES[machine])
+    (table,), (size, count) = struct.unpack_from("<Q", content, 32), struct.unpack_from("<HH", content, 54)
+    for header in range(table, table + size * count, size):
+        if content[header : header + 4] == struct.pack("<I", 0x6474E551):
+            content[header : header + 4] = bytes(4)
+    assert not read_elf(place).exec_stack  # type: ignore[union-attr]
+    place.write_bytes(content)
+    assert read_elf(place).exec_stack is executable  # type: ignore[union-attr]
 
 
 def test_the_levels_of_processors_are_searched_by_glibcs_that_know_them() -> None:
