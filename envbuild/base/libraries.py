@@ -20,14 +20,8 @@ from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any, Literal
 
-from .elf import (
-    Elf,
-    file_head,
-    machine_name,
-    newest_glibc,
-    read_elf,
-    refused_file,
-)  # relative: this file is a part of two packages
+# Relative, because this file is a part of two packages.
+from .elf import Elf, file_head, machine_name, newest_glibc, read_elf, refused_file
 
 FORMAT = 1  # of an inventory
 FABRIC = "libfabric.so.1"
@@ -84,8 +78,7 @@ def processor() -> Processor:
 def run_path(path: str, elf: Elf, lib: str = "", platform: str = "") -> list[str]:
     """Return the folders of the RUNPATH or RPATH of the library at `path`; `lib` is $LIB, `platform` is $PLATFORM."""
     values = {"ORIGIN": os.path.dirname(path), "LIB": lib, "PLATFORM": platform}  # ORIGIN may be relative
-    folders = [folder.replace("${ORIGIN}", "$ORIGIN") for folder in elf.runpath.split(":")]
-    named = (folder for folder in folders if folder.startswith(("/", "$ORIGIN")))
+    named = (folder for folder in elf.runpath.split(":") if folder.startswith(("/", "$ORIGIN", "${ORIGIN}")))
     return [os.path.normpath(_TOKEN.sub(lambda match: values[match[1] or match[2]], folder)) for folder in named]
 
 
@@ -96,7 +89,7 @@ def inventory(places: Sequence[str], *, alone: bool = False) -> dict[str, Any]:
     searches for them. Files that not all users can read are left out.
     """
     todo: list[str] = []
-    node = processor()
+    node, libs = processor(), _libs(os.uname().machine)
     subfolders = [*dict.fromkeys(chain(node.subfolders((2, 36)), node.subfolders((2, 37)), ("",)))]
     for place in places:
         found = (glob.glob(f"{glob.escape(place)}/{folder}*.so*") for folder in subfolders)
@@ -115,9 +108,9 @@ def inventory(places: Sequence[str], *, alone: bool = False) -> dict[str, Any]:
             elf = read_elf(Path(real), symbols=True) or refused_file(file_head(real))
             if elf and (elf.dynamic or elf.fault):
                 libraries[real] = elf
+                own = chain(*(run_path(path, elf, lib, node.platform) for lib in libs))
+                folders = [*dict.fromkeys(own), *searched]
                 for name in () if alone else elf.needed:
-                    own = (run_path(path, elf, lib, node.platform) for lib in _libs(os.uname().machine))
-                    folders = [*dict.fromkeys(chain(*own)), *searched]
                     paths = (f"{folder}/{sub}{name}" for folder in folders for sub in subfolders)
                     todo += filter(os.path.exists, paths)
     rows = {path: asdict(elf) for path, elf in sorted(libraries.items())}

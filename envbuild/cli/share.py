@@ -251,8 +251,8 @@ def _attest(
     kind = ARTIFACTS[opened.artifact.kind]
     if isinstance(kind, FileArtifact) and kind.format == "sif":
         _embed(opened.place, bundles, signer)
-    name, _, digest = opened.artifact.path.partition("@")
-    if kind.form == "registry" and not name.startswith("oci:"):
+    _, _, digest = opened.artifact.path.partition("@")
+    if kind.form == "registry" and not opened.artifact.place:
         from envbuild.build.attached import push_bundles
 
         environment = run_environment()

@@ -127,12 +127,11 @@ class _Meeting:
         return target if of_folder and not target.startswith(folders) else ""
 
     def start(self) -> Iterator[CompatFinding]:
-        process = self._process()
-        for mapped in process.mapped:
+        for mapped in self._rank.mapped:
             if mapped.elf.fault and self.of_host(mapped.path):
                 yield finding("bad", "Python", *self._told(LoadFault(mapped.path, "refused", mapped.elf.fault)))
                 return
-            for fault in process.absent_versions(mapped):
+            for fault in self._rank.absent_versions(mapped):
                 if self.of_host(fault.path) or self.of_host(fault.of):
                     yield finding("bad", "Python", *self._told(fault))
                     return
@@ -158,7 +157,7 @@ class _Meeting:
         return finding("bad", "plugin", text, "take a plugin for this NCCL, or another NCCL", by=row)
 
     def fabric(self) -> Iterator[CompatFinding]:
-        if (self.table.injected and self.table.libfabric) or self._process().open(FABRIC):
+        if (self.table.injected and self.table.libfabric) or self._rank.fork().open(FABRIC):
             yield self._loaded("libfabric", FABRIC, FABRIC)
 
     def mpi(self) -> Iterator[CompatFinding]:
@@ -186,8 +185,9 @@ class _Meeting:
         elif self.table.driver:
             yield self._loaded("driver", _DRIVER, _DRIVER)
 
-    def _process(self) -> Process:
-        """Return the process of a rank that has loaded torch."""
+    @functools.cached_property
+    def _rank(self) -> Process:
+        """The process of a rank that has loaded torch; what it loads next is loaded in a fork."""
         artifact, path = self.artifact, [*self.own_folders, *self.artifact.library_path]
         process = Process(self.find, artifact.machine, path, self.folders, artifact.program, self.host.processor)
         for library in filter(_TORCH.search, self.paths):
@@ -196,7 +196,7 @@ class _Meeting:
 
     def _loaded(self, subject: str, name: str, wanted: str, after: str = "") -> CompatFinding:
         """Return the finding about `name`, loaded by a rank `after` another, and the library `wanted` that it needs."""
-        process = self._process()
+        process = self._rank.fork()
         if after:
             process.open(after)
         if fault := process.load(name):
